@@ -1,0 +1,103 @@
+"""A report from what was seen: the ledger's best step, the device, and what was run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fa_advisor.advice import Facts, advise
+from fa_advisor.attribution import peak as peaks
+from fa_advisor.attribution.ledger import StepLog
+from fa_advisor.budget import MAX_HEAD_DIM, best_tile, modelled_budgets
+from fa_advisor.eligibility import Eligibility
+from fa_advisor.probes.device import environment
+from fa_advisor.records import (
+    AttentionSite,
+    DeviceSpec,
+    Memory,
+    TargetSpec,
+    TileBudget,
+    TileConfig,
+)
+from fa_advisor.report import Report
+
+_SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What CUDA's allocator said of the step; `None` in a model's stead."""
+
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int
+    outside_allocator_bytes: int | None
+
+
+def assemble(
+    *,
+    step: StepLog,
+    types: dict[str, str],
+    device: DeviceSpec,
+    target: TargetSpec,
+    torch_version: tuple[int, int],
+    measured: Measured | None = None,
+    notes: tuple[str, ...] = (),
+) -> Report:
+    """The whole report. `types`: every module's class by its fully qualified name."""
+    peak = peaks.peak_of(step)
+    eligibility = Eligibility(device, torch_version, target.mode)
+    sites = peaks.sites(step, peak.held, eligibility.why_not)
+    budgets = _budgets(sites, device)
+    peak_bytes = measured.peak_allocated_bytes if measured else peak.bytes
+    unattributed = peak_bytes - peak.bytes
+    facts = Facts(
+        step=step,
+        peak=peak,
+        peak_bytes=peak_bytes,
+        counterfactual=peaks.without_attention(step),
+        sites=sites,
+        device=device,
+        basis="measured" if measured else "modelled",
+        parameters=target.parameters,
+        seq_len=target.seq_len,
+        batch_size=target.batch_size,
+        unseen_bytes=unattributed,
+    )
+
+    def tile_for(site: AttentionSite) -> TileConfig | None:
+        return best_tile(b for b in budgets if b.head_dim == site.head_dim and b.direction == "fwd")
+
+    return Report(
+        environment=environment(),
+        device=device,
+        target=target,
+        memory=Memory(
+            basis=facts.basis,
+            peak_allocated_bytes=peak_bytes,
+            peak_reserved_bytes=(
+                measured.peak_reserved_bytes if measured else step.peak_reserved_bytes
+            ),
+            peak_phase=peak.phase,
+            categories=peak.categories,
+            unattributed_bytes=unattributed,
+            outside_allocator_bytes=measured.outside_allocator_bytes if measured else None,
+            timeline=peaks.timeline(step),
+        ),
+        modules=peaks.modules(peak.held, types),
+        sites=sites,
+        budgets=budgets,
+        advice=advise(facts, eligibility.best, tile_for),
+        ledger=peaks.rows(peak.held),
+        notes=notes,
+    )
+
+
+def _budgets(sites: tuple[AttentionSite, ...], device: DeviceSpec) -> tuple[TileBudget, ...]:
+    """Modelled tiles for every head dim and dtype that was seen and that a kernel can take."""
+    wanted = dict.fromkeys((s.head_dim, _SHORT[s.dtype]) for s in sites if s.dtype in _SHORT)
+    made: list[TileBudget] = []
+    for head_dim, dtype in wanted:
+        if 1 <= head_dim <= MAX_HEAD_DIM:
+            made += modelled_budgets(head_dim, dtype, device)
+    return tuple(made)
+
+

@@ -1,0 +1,287 @@
+"""The ledger: every allocation and free of a step, and who owns what is alive at its peak.
+
+Only the step with the highest peak is kept, so memory stays bounded however long the run is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from fa_advisor.attribution.allocator import CachingAllocator, rounded
+from fa_advisor.attribution.attention import AttentionMatcher
+from fa_advisor.attribution.storage import Call, Origin, Shape, Storage
+from fa_advisor.probes.events import Code, Event, Kind, Op, Phase, Scope
+from fa_advisor.records import Category
+
+# A stream without step boundaries (inference in a loop) is cut after this many entries.
+LOG_LIMIT = 400_000
+
+# Seen on an H200 with torch 2.11: the first addmm takes this much beside cuBLAS's workspace.
+CUBLASLT_WORKSPACE = 1 << 20
+
+NOWHERE = Scope("", "", 0)
+
+
+class Entry(NamedTuple):
+    """One change of the allocated bytes: `block` as the allocator counts, `nbytes` as asked for."""
+
+    storage: Storage
+    block: int
+    nbytes: int
+    phase: Phase
+
+
+class Held(NamedTuple):
+    """A storage alive at some moment."""
+
+    storage: Storage
+    block: int
+    nbytes: int
+
+
+@dataclass
+class StepLog:
+    """One step: what was alive when it began, and every change since."""
+
+    baseline: list[Held]
+    start_bytes: int
+    entries: list[Entry] = field(default_factory=list)
+    peak_bytes: int = 0
+    peak_at: int = 0  # the peak stands after this many entries
+    peak_reserved_bytes: int = 0
+    calls: list[Call] = field(default_factory=list)
+
+    def alive_at(self, count: int) -> list[Held]:
+        """What is alive after the first `count` entries."""
+        alive = {id(held.storage): held for held in self.baseline}
+        for storage, block, nbytes, _ in self.entries[:count]:
+            held = alive.get(id(storage))
+            block += held.block if held else 0
+            nbytes += held.nbytes if held else 0
+            if block:
+                alive[id(storage)] = Held(storage, block, nbytes)
+            else:
+                alive.pop(id(storage), None)
+        return list(alive.values())
+
+    def phase_at(self, count: int) -> Phase:
+        return self.entries[count - 1].phase if count else Phase.FORWARD
+
+
+class Ledger:
+    """Consumes events in order.
+
+    `modelled`: sizes come from a model of the caching allocator (and `workspace_bytes`, what the
+    first matrix product of a thread takes for cuBLAS); else each request is only rounded to 512.
+    """
+
+    def __init__(
+        self,
+        *,
+        modelled: bool,
+        total_memory_bytes: int | None = None,
+        workspace_bytes: int = 0,
+    ) -> None:
+        self._allocator = CachingAllocator(total_memory_bytes) if modelled else None
+        self._workspace_bytes = workspace_bytes
+        self._workspaces: set[str] = set()
+        self._matcher = AttentionMatcher()
+        self._storages: dict[int, Storage] = {}
+        self._hosts: set[int] = set()
+        self._allocated = 0
+        self._next_pseudo_sid = -1
+        self._step = StepLog([], 0)
+        self.best: StepLog | None = None
+        self.steps = 0
+
+    def feed(self, events: Iterable[Event]) -> None:
+        for event in events:
+            code = event[0]
+            if code == Code.OP:
+                self._op(*event[1:])
+            elif code == Code.FREE:
+                self._free(event[1])
+            elif code == Code.LABEL:
+                self._label(*event[1:])
+            elif code == Code.EXTERNAL:
+                sid, shape, dtype, nbytes = event[1:]
+                storage = Storage(sid, shape, dtype, nbytes, "", NOWHERE, Phase.FORWARD, None)
+                storage.label = "input"
+                self._storages[sid] = storage
+                self._allocate(storage, Phase.FORWARD)
+            elif code == Code.RESIZE:
+                self._resize(event[1], event[2])
+            elif code == Code.SDPA:
+                self._matcher.enter_sdpa(*event[1:])
+            elif code == Code.STEP:
+                self.end_step()
+            elif code == Code.FORWARD_END:
+                self._keep_kv_cache()
+            if len(self._step.entries) > LOG_LIMIT:
+                self.end_step()
+
+    def storage(self, sid: int) -> Storage | None:
+        """A storage that is alive now."""
+        return self._storages.get(sid)
+
+    def end_step(self) -> None:
+        """Close the step; keep it if its peak is the highest so far."""
+        step = self._step
+        step.calls, self._matcher.calls = self._matcher.calls, []
+        self.steps += 1
+        if step.entries or not self.best:
+            if self.best is None or step.peak_bytes > self.best.peak_bytes:
+                self.best = step
+        self._begin_step()
+
+    def start_measuring(self) -> None:
+        """Forget the steps so far (warm-up); what is alive stays alive."""
+        self.best = None
+        self.steps = 0
+        self._matcher.calls = []
+        self._begin_step()
+
+    def _begin_step(self) -> None:
+        baseline = [
+            Held(s, self._block_size(s), s.nbytes) for s in self._storages.values() if s.block >= 0
+        ]
+        self._step = StepLog(baseline, self._allocated, peak_bytes=self._allocated)
+        if self._allocator is not None:
+            self._allocator.peak_reserved = self._allocator.reserved
+            self._step.peak_reserved_bytes = self._allocator.reserved
+
+    # -- events -----------------------------------------------------------------------------
+
+    def _op(
+        self,
+        op: Op,
+        scope: Scope,
+        phase: Phase,
+        source: tuple[str, int] | None,
+        inputs: tuple[tuple[int, Shape], ...],
+        outputs: tuple[tuple[int, Shape, str, int], ...],
+        extra: object,
+    ) -> None:
+        storages = self._storages
+        if op.kind is Kind.MATMUL and self._workspace_bytes:
+            self._take_workspaces(phase, op)
+        seen = []
+        for sid, shape in inputs:
+            storage = storages.get(sid)
+            if storage is None:
+                continue
+            seen.append((storage, shape))
+            if phase == Phase.BACKWARD:
+                if not storage.read_in_backward and storage.phase != Phase.BACKWARD:
+                    storage.read_in_backward = True
+                    if storage.saved_by is not None:
+                        storage.saved_by.find().saved_bytes += storage.nbytes
+            elif storage.scope is not scope:
+                storage.escaped = True
+        made = []
+        for sid, shape, dtype, nbytes in outputs:
+            if nbytes >= 0:
+                storage = Storage(sid, shape, dtype, nbytes, op.name, scope, phase, source)
+                storages[sid] = storage
+                if op.kind is Kind.COMMUNICATION:
+                    storage.label = "communication"
+                self._allocate(storage, phase)
+            else:
+                known = storages.get(sid)
+                if known is None:
+                    continue
+                storage = known
+            made.append((storage, shape))
+        self._matcher.see(op, scope, phase, source, seen, made, extra)
+
+    def _free(self, sid: int) -> None:
+        storage = self._storages.pop(sid, None)
+        if storage is not None:
+            self._release(storage)
+
+    def _label(
+        self, sid: int, label: Category | str, fqn: str, triangular: bool = False
+    ) -> None:
+        storage = self._storages.get(sid)
+        if storage is None:
+            return
+        if label == "host":
+            storage.label = "optimizer_state"
+            self._release(storage)
+            return
+        # A tied or re-labelled storage keeps its strongest claim: parameters stay parameters.
+        if storage.label is None or storage.label == "input":
+            storage.label = label  # type: ignore[assignment]
+            storage.fqn = fqn
+        if label == "parameter":
+            storage.origin |= Origin.PARAMETER.value
+        if triangular:
+            storage.origin |= Origin.TRIANGULAR.value
+
+    def _resize(self, sid: int, nbytes: int) -> None:
+        storage = self._storages.get(sid)
+        if storage is None:
+            return
+        phase = self._step.entries[-1].phase if self._step.entries else Phase.FORWARD
+        self._release(storage)
+        storage.nbytes = nbytes
+        if nbytes:
+            self._allocate(storage, phase)
+
+    def _keep_kv_cache(self) -> None:
+        for storage in self._storages.values():
+            if storage.kv and storage.label is None:
+                storage.label = "kv_cache"
+                storage.fqn = storage.scope.fqn
+
+    # -- bytes ------------------------------------------------------------------------------
+
+    def _take_workspaces(self, phase: Phase, op: Op) -> None:
+        """cuBLAS keeps a workspace for each thread's handle, cuBLASLt (products with a bias) one
+        more for the forward's."""
+        backward = phase in (Phase.BACKWARD, Phase.RECOMPUTE)
+        self._take_workspace("backward" if backward else "forward", self._workspace_bytes, op)
+        if op.name == "addmm" and not backward:
+            self._take_workspace("forward, cuBLASLt", CUBLASLT_WORKSPACE, op)
+
+    def _take_workspace(self, owner: str, size: int, op: Op) -> None:
+        if owner in self._workspaces:
+            return
+        self._workspaces.add(owner)
+        sid, self._next_pseudo_sid = self._next_pseudo_sid, self._next_pseudo_sid - 1
+        workspace = Storage(sid, (size,), "uint8", size, op.name, NOWHERE, Phase.FORWARD, None)
+        workspace.label = "workspace"
+        self._storages[sid] = workspace
+        self._allocate(workspace, Phase.FORWARD)
+
+    def _block_size(self, storage: Storage) -> int:
+        if self._allocator is not None:
+            return self._allocator.size_of(storage.block)
+        return rounded(storage.nbytes)
+
+    def _allocate(self, storage: Storage, phase: Phase) -> None:
+        if storage.nbytes == 0:
+            return
+        storage.block = self._allocator.allocate(storage.nbytes) if self._allocator else 0
+        block = self._block_size(storage)
+        self._allocated += block
+        step = self._step
+        step.entries.append(Entry(storage, block, storage.nbytes, phase))
+        if self._allocated > step.peak_bytes:
+            step.peak_bytes = self._allocated
+            step.peak_at = len(step.entries)
+        if self._allocator is not None:
+            step.peak_reserved_bytes = self._allocator.peak_reserved
+
+    def _release(self, storage: Storage) -> None:
+        if storage.block < 0:
+            return
+        block = self._block_size(storage)
+        phase = self._step.entries[-1].phase if self._step.entries else Phase.FORWARD
+        if self._allocator is not None:
+            self._allocator.release(storage.block)
+        storage.block = -1
+        self._allocated -= block
+        self._step.entries.append(Entry(storage, -block, -storage.nbytes, phase))

@@ -1,0 +1,90 @@
+"""stdout is data, stderr is talk: how commands print, and what a terminal is."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from typing import TypedDict
+
+from fa_advisor.errors import FaAdvisorError, UsageError
+
+
+def emit(data: bytes | str) -> None:
+    """Print data on stdout. A reader that has gone away (`| head`) is no fault.
+
+    Raises: UsageError where stdout can't be written to.
+    """
+    data = data.encode(sys.stdout.encoding or "utf-8", "replace") if isinstance(data, str) else data
+    try:
+        sys.stdout.flush()
+        sys.stdout.buffer.write(data)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # What Python flushes at exit goes nowhere, or it would complain about the pipe again.
+        with contextlib.suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise UsageError(f"can't write to stdout: {error.strerror or error}") from error
+
+
+def say(message: str) -> None:
+    """Tell the user something on stderr; a closed stderr is no fault."""
+    with contextlib.suppress(OSError):
+        print(message, file=sys.stderr, flush=True)
+
+
+def say_error(error: FaAdvisorError) -> None:
+    """A fault as `error:` and `hint:`, its detail between them, on stderr."""
+    say(f"error: {_shown(error.message)}")
+    if error.detail:
+        say(_shown(error.detail).rstrip("\n"))
+    if error.hint:
+        say(f"hint: {_shown(error.hint)}")
+
+
+def _shown(text: str) -> str:
+    """Foreign text without what would move a terminal's cursor; lines and tabs stay."""
+    return "".join(
+        c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text
+    )
+
+
+class TextOptions(TypedDict):
+    """What the text views' `to_text` takes."""
+
+    width: int
+    color: bool
+    ascii: bool
+
+
+def text_options(ascii: bool = False) -> TextOptions:
+    """The text views' options that suit stdout; `ascii` as the user asked."""
+    terminal = sys.stdout.isatty()
+    columns = os.environ.get("COLUMNS", "")
+    width = int(columns) if columns.isdecimal() and int(columns) > 0 else 100
+    if terminal:
+        with contextlib.suppress(OSError):
+            width = os.get_terminal_size(sys.stdout.fileno()).columns or width
+    plain = bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
+    return TextOptions(
+        width=min(width, 120),
+        color=terminal and not plain,
+        ascii=ascii or not _encodes("█▏→·", sys.stdout.encoding),
+    )
+
+
+def _encodes(text: str, encoding: str | None) -> bool:
+    try:
+        text.encode(encoding or "utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def has_dashboard_terminal() -> bool:
+    """Whether a dashboard can open: it reads stdin and draws on stderr."""
+    dumb = os.environ.get("TERM") in ("dumb", "unknown")
+    return sys.stdin.isatty() and sys.stderr.isatty() and not dumb

@@ -1,0 +1,326 @@
+"""The one way through the house: a model is run under the watch, the ledger filled, a report made.
+
+`profile_target` is what the child process runs for the command line; `profile` and `record` are
+the Python API, in the user's own process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from fa_advisor.assemble import Measured, assemble
+from fa_advisor.attribution.ledger import Ledger
+from fa_advisor.attribution.storage import Origin
+from fa_advisor.errors import TargetError, UsageError
+from fa_advisor.placement import (
+    DTYPES,
+    Placement,
+    dtype_of,
+    move,
+    resolve,
+    sizes_of,
+    specs_of,
+    state_kept,
+)
+from fa_advisor.probes.device import advise_for, outside_allocator_bytes
+from fa_advisor.probes.events import Event
+from fa_advisor.probes.fake import FakeDevice
+from fa_advisor.probes.masks import mark_triangular
+from fa_advisor.probes.opstream import torch_version
+from fa_advisor.probes.watch import Watch
+from fa_advisor.recording import record
+from fa_advisor.records import DeviceSpec, Mode, ProfileRequest, Progress, TargetSpec
+from fa_advisor.report import Report
+from fa_advisor.steps import OptimizerName, Step, make_optimizer
+from fa_advisor.target import load, synthesise, target_code
+
+__all__ = ["profile", "profile_target", "record"]
+
+OnProgress = Callable[[Progress], None]
+
+
+def profile_target(request: ProfileRequest, progress: OnProgress) -> Report:
+    """Load the target, run it twice, report on the second step. For the child process.
+
+    Raises: UsageError, TargetError, DeviceError as the contract's exit status says.
+    """
+    placement = resolve(request.device)
+    device, note = advise_for(request.gpu, placement.index)
+    notes = [note] if note else []
+    fake = FakeDevice() if placement.kind == "fake" else None
+    dtype = DTYPES[request.dtype]
+    progress(Progress(stage="load", note=request.target or "the bundled example"))
+    with _building(fake, device) as build:
+        target = load(request)
+        progress(Progress(stage="build", note=type(target.model).__name__))
+        model = target.model
+        if fake is not None:
+            fake.convert(model, dtype)
+            build.note_causal_buffers(model)
+        else:
+            with target_code(target.name):
+                move(model, placement, dtype)
+        args, kwargs = target.args, target.kwargs
+        if args is None or kwargs is None:
+            args, kwargs = synthesise(
+                model,
+                batch_size=request.batch_size,
+                seq_len=request.seq_len,
+                mode=request.mode,
+                dtype=dtype_of(model),
+            )
+        asked = dtype_of(model) if dtype is not None else None
+        args, kwargs = move((args, kwargs), placement, asked)
+    run = _Run(
+        model=model,
+        args=args,
+        kwargs=kwargs,
+        mode=request.mode,
+        optimizer=request.optimizer,
+        placement=placement,
+        fake=fake,
+        device=device,
+        label=target.path or target.name,
+        progress=progress,
+    )
+    report_of = run.measure(wrap=lambda: target_code(run.label), lr=1e-4)
+    return report_of(target.path, target.name, request.seq_len, tuple(notes))
+
+
+def profile(
+    model: nn.Module,
+    inputs: Any = None,
+    *,
+    mode: Mode = "train",
+    batch_size: int | None = None,
+    seq_len: int | None = None,
+    optimizer: OptimizerName = "adamw",
+    gpu: str | None = None,
+) -> Report:
+    """Profile a model in this process, and leave it as it was.
+
+    A model on a GPU is run there (measured); any other is run on fake tensors as `gpu`, or an
+    A100-80GB, would run it (modelled), so its size doesn't matter. `inputs`: a tensor, a tuple of
+    arguments, a dict of keyword arguments, or `None` to make some of `batch_size` and `seq_len`.
+
+    Raises: UsageError for inputs that can't be made; what the model itself raises.
+    """
+    if mode not in ("train", "infer"):
+        raise UsageError(f"mode {mode!r}: expected 'train' or 'infer'")
+    on_gpu = next((p.device for p in model.parameters() if p.device.type == "cuda"), None)
+    placement = Placement("cuda", on_gpu.index or 0) if on_gpu else Placement("fake", 0)
+    device, note = advise_for(gpu, placement.index)
+    fake = None if on_gpu else FakeDevice()
+    if inputs is None:
+        args, kwargs = synthesise(
+            model, batch_size=batch_size, seq_len=seq_len, mode=mode, dtype=dtype_of(model)
+        )
+        args, kwargs = move((args, kwargs), placement, None)
+    else:
+        args, kwargs = _as_call(inputs)
+    subject = model if fake is None else fake.copy_of(model)
+    run = _Run(
+        model=subject,
+        args=args,
+        kwargs=kwargs,
+        mode=mode,
+        optimizer=optimizer,
+        placement=placement,
+        fake=fake,
+        device=device,
+        label=type(model).__name__,
+        progress=lambda _: None,
+    )
+    # A rate of 0 keeps the weights; what a step changes all the same is put back.
+    keep: AbstractContextManager[None] = nullcontext() if fake else state_kept(model)
+    with keep:
+        report_of = run.measure(wrap=nullcontext, lr=0.0)
+    return report_of(None, type(model).__name__, seq_len, (note,) if note else ())
+
+
+def _as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(inputs, dict):
+        return (), inputs
+    return (tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)), {}
+
+
+@dataclass
+class _Run:
+    """A model with its inputs, on the device where it runs."""
+
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    mode: Mode
+    optimizer: OptimizerName
+    placement: Placement
+    fake: FakeDevice | None
+    device: DeviceSpec
+    label: str
+    progress: OnProgress
+
+    def measure(
+        self, *, wrap: Callable[[], AbstractContextManager[None]], lr: float
+    ) -> Callable[[str | None, str, int | None, tuple[str, ...]], Report]:
+        """Two steps, the second measured. `wrap` is put around the user's code."""
+        on_cuda = self.placement.kind == "cuda"
+        ledger = Ledger(
+            modelled=not on_cuda,
+            total_memory_bytes=self.device.total_memory_bytes,
+            workspace_bytes=0 if on_cuda else _workspace_bytes(self.device),
+        )
+        watch = Watch(
+            self._reporting(ledger.feed),
+            self.device,
+            device_type="cuda" if on_cuda else None,
+            fake=self.fake,
+        )
+        self._watch = watch
+        training = self.model.training
+        self.model.train(self.mode == "train")
+        try:
+            with watch:
+                self._run_twice(watch, ledger, wrap, lr)
+            measured = self._measured() if on_cuda else None
+        finally:
+            self.model.train(training)
+        ledger.end_step()
+        step = ledger.best
+        if step is None or not watch.stream.op_count:
+            raise TargetError("the model ran no operator, so there is nothing to profile")
+        self.progress(Progress(stage="analyse"))
+
+        def report_of(
+            path: str | None, name: str, seq_len: int | None, notes: tuple[str, ...]
+        ) -> Report:
+            batch, length = sizes_of((self.args, self.kwargs))
+            report = assemble(
+                step=step,
+                types=watch.scopes.types,
+                device=self.device,
+                target=TargetSpec(
+                    path=path,
+                    name=name,
+                    mode=self.mode,
+                    dtype=str(dtype_of(self.model)).removeprefix("torch."),
+                    batch_size=batch,
+                    seq_len=seq_len or length,
+                    parameters=sum(p.numel() for p in self.model.parameters()),
+                    trainable_parameters=sum(
+                        p.numel() for p in self.model.parameters() if p.requires_grad
+                    ),
+                    inputs=specs_of(self.model, self.args, self.kwargs),
+                ),
+                torch_version=torch_version(),
+                measured=measured,
+                notes=notes,
+            )
+            self.progress(Progress(stage="done"))
+            return report
+
+        return report_of
+
+    def _run_twice(
+        self,
+        watch: Watch,
+        ledger: Ledger,
+        wrap: Callable[[], AbstractContextManager[None]],
+        lr: float,
+    ) -> None:
+        watch.add_model(self.model)
+        watch.add_inputs((self.args, self.kwargs))
+        optimizer = None
+        if self.mode == "train":
+            foreach = None if self.placement.kind == "cuda" else True
+            optimizer = make_optimizer(self.model, self.optimizer, foreach=foreach, lr=lr)
+        step = Step(self.model, self.args, self.kwargs, self.mode, optimizer, self._stage)
+        self._total: int | None = None
+        with wrap():
+            self._begin("warmup", 0)
+            step.run()
+        watch.stream.flush()
+        self._total = watch.stream.op_count
+        ledger.start_measuring()
+        if self.placement.kind == "cuda":
+            torch.cuda.synchronize(self.placement.index)
+            torch.cuda.reset_peak_memory_stats(self.placement.index)
+        with wrap():
+            self._begin("measure", watch.stream.op_count)
+            step.run()
+
+    def _measured(self) -> Measured:
+        index = self.placement.index
+        torch.cuda.synchronize(index)
+        reserved = torch.cuda.max_memory_reserved(index)
+        return Measured(
+            peak_allocated_bytes=torch.cuda.max_memory_allocated(index),
+            peak_reserved_bytes=reserved,
+            outside_allocator_bytes=outside_allocator_bytes(
+                index, torch.cuda.memory_reserved(index)
+            ),
+        )
+
+    # -- progress ------------------------------------------------------------------------------
+
+    def _begin(self, stage: Any, op_count: int) -> None:
+        self._stage_name, self._base, self._note = stage, op_count, ""
+
+    def _stage(self, note: str) -> None:
+        self._note = note
+        self._tell()
+
+    def _tell(self) -> None:
+        done = self._watch.stream.op_count - self._base
+        total = max(self._total, done) if self._total else None
+        self.progress(Progress(stage=self._stage_name, note=self._note, done=done, total=total))
+
+    def _reporting(self, sink: Callable[[list[Event]], None]) -> Callable[[list[Event]], None]:
+        def feed(events: list[Event]) -> None:
+            sink(events)
+            if self._stage_name:
+                self._tell()
+
+        self._stage_name = ""
+        return feed
+
+
+def _workspace_bytes(device: DeviceSpec) -> int:
+    """cuBLAS's workspace for a handle and stream, as torch asks for it (CUDABlas' defaults)."""
+    return 32 * 2**20 if device.capability[0] == 9 else 8_519_680
+
+
+class _building:
+    """Around the user's building code: on fake tensors, what is big has no memory."""
+
+    def __init__(self, fake: FakeDevice | None, device: DeviceSpec) -> None:
+        self._fake = fake
+        self._ledger = Ledger(modelled=False)
+        self._watch = Watch(self._ledger.feed, device, fake=fake) if fake else None
+
+    def __enter__(self) -> _building:
+        if self._watch is not None and self._fake is not None:
+            self._fake.building = True
+            self._watch.__enter__()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._watch is not None and self._fake is not None:
+            self._fake.building = False
+            self._watch.__exit__(*exc)
+
+    def note_causal_buffers(self, model: nn.Module) -> None:
+        """Mark the buffers that building derived from tril or triu."""
+        if self._watch is None:
+            return
+        stream = self._watch.stream
+        stream.flush()
+        for buffer in model.buffers():
+            storage = self._ledger.storage(stream.sid(buffer))
+            if storage is not None and storage.origin & Origin.TRIANGULAR:
+                mark_triangular(buffer)

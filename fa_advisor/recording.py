@@ -1,0 +1,153 @@
+"""`record`: the engine inside the user's own loop."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from fa_advisor.assemble import Measured, assemble
+from fa_advisor.attribution.ledger import Ledger
+from fa_advisor.errors import UsageError
+from fa_advisor.placement import dtype_of, sizes_of, specs_of
+from fa_advisor.probes.device import advise_for, outside_allocator_bytes
+from fa_advisor.probes.events import Phase
+from fa_advisor.probes.opstream import torch_version
+from fa_advisor.probes.watch import Watch
+from fa_advisor.records import TargetSpec
+from fa_advisor.report import Report
+
+_active: list[Recording] = []
+
+
+class Recording:
+    """Between enter and exit every operator of the process is followed; then `report`.
+
+    Steps end where an optimizer's do; the step with the highest peak is the one reported. On a GPU
+    the peak is the allocator's (its peak statistics are reset on entry); on the CPU it is
+    modelled. Recordings nest. An exception inside passes through, and what was seen until then
+    can still be reported.
+    """
+
+    def __init__(
+        self, model: nn.Module | None, optimizer: Optimizer | None, gpu: str | None
+    ) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._cuda_index = _cuda_index(model)
+        self._device, note = advise_for(gpu, self._cuda_index or 0)
+        self._notes = (note,) if note else ()
+        on_cuda = self._cuda_index is not None
+        self._ledger = Ledger(
+            modelled=not on_cuda, total_memory_bytes=self._device.total_memory_bytes
+        )
+        self._watch = Watch(
+            self._ledger.feed, self._device, device_type="cuda" if on_cuda else None
+        )
+        self._peaks = [0, 0]  # allocated and reserved, kept over another recording's reset
+        self._measured: Measured | None = None
+        self._report: Report | None = None
+        self._state = "new"
+
+    def __enter__(self) -> Recording:
+        if self._state != "new":
+            raise UsageError(
+                "this recording has been used", hint="make another: fa_advisor.record(model)"
+            )
+        for other in _active:
+            other._bank_peaks()
+        if self._cuda_index is not None:
+            torch.cuda.reset_peak_memory_stats(self._cuda_index)
+        self._watch.__enter__()
+        self._state = "running"
+        _active.append(self)
+        if self._model is not None:
+            self._watch.add_model(self._model)
+        if self._optimizer is not None:
+            self._watch.label_optimizer(self._optimizer)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        _active.remove(self)
+        self._watch.__exit__(*exc)
+        self._state = "done"
+        if self._cuda_index is not None:
+            torch.cuda.synchronize(self._cuda_index)
+            self._bank_peaks()
+            reserved = torch.cuda.memory_reserved(self._cuda_index)
+            self._measured = Measured(
+                peak_allocated_bytes=self._peaks[0],
+                peak_reserved_bytes=self._peaks[1],
+                outside_allocator_bytes=outside_allocator_bytes(self._cuda_index, reserved),
+            )
+        self._ledger.end_step()
+
+    @property
+    def report(self) -> Report:
+        """Raises: UsageError while the recording runs, or where no operator ran in it."""
+        if self._report is None:
+            self._report = self._make()
+        return self._report
+
+    def _make(self) -> Report:
+        step = self._ledger.best
+        if self._state != "done":
+            raise UsageError("the recording hasn't ended", hint="read .report after the with block")
+        if step is None or not self._watch.stream.op_count:
+            raise UsageError("nothing ran while recording", hint="call the model inside the block")
+        model = self._model or self._watch.scopes.first_root()
+        call = self._watch.first_call
+        batch, length = sizes_of(call)
+        trained = any(entry.phase is not Phase.FORWARD for entry in step.entries)
+        return assemble(
+            step=step,
+            types=self._watch.scopes.types,
+            device=self._device,
+            target=TargetSpec(
+                path=None,
+                name=type(model).__name__ if model is not None else "",
+                mode="train" if trained else "infer",
+                dtype=str(dtype_of(model) if model else torch.float32).removeprefix("torch."),
+                batch_size=batch,
+                seq_len=length,
+                parameters=sum(p.numel() for p in model.parameters()) if model else 0,
+                trainable_parameters=(
+                    sum(p.numel() for p in model.parameters() if p.requires_grad) if model else 0
+                ),
+                inputs=specs_of(model, *call) if model else (),
+            ),
+            torch_version=torch_version(),
+            measured=self._measured,
+            notes=self._notes,
+        )
+
+    def _bank_peaks(self) -> None:
+        if self._cuda_index is not None:
+            index = self._cuda_index
+            self._peaks[0] = max(self._peaks[0], torch.cuda.max_memory_allocated(index))
+            self._peaks[1] = max(self._peaks[1], torch.cuda.max_memory_reserved(index))
+
+
+def record(
+    model: nn.Module | None = None, optimizer: Optimizer | None = None, *, gpu: str | None = None
+) -> Recording:
+    """Record the memory of a loop of the user's own: `with fa_advisor.record(model) as rec: ...`.
+
+    `model` and `optimizer` may be left out: models are found when they are called, optimizers when
+    they step. `gpu`: the GPU to advise for, where it isn't the one found.
+    """
+    return Recording(model, optimizer, gpu)
+
+
+def _cuda_index(model: nn.Module | None) -> int | None:
+    """The CUDA device to follow; `None` where the model is on the CPU, or there is no GPU."""
+    if not torch.cuda.is_available():
+        return None
+    parameters: Any = model.parameters() if model is not None else ()
+    for parameter in parameters:
+        if parameter.device.type == "cuda":
+            return parameter.device.index or 0
+        return None
+    return torch.cuda.current_device()

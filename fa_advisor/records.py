@@ -1,0 +1,348 @@
+"""The frozen records that the rooms pass to each other and that a report is made of.
+
+Bytes are integers; times say their unit in their name; each figure's `basis` says whether it was
+measured, compiled or modelled. Field order is the JSON's order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+SCHEMA_VERSION = 1
+
+Category = Literal[
+    "parameter",
+    "buffer",
+    "gradient",
+    "optimizer_state",
+    "input",
+    "attention_score",
+    "attention_prob",
+    "attention_mask",
+    "attention_dropout",
+    "attention_grad",
+    "kv_cache",
+    "activation",
+    "temporary",
+    "communication",
+    "workspace",
+    "allocator_slack",
+]
+CATEGORIES: tuple[Category, ...] = Category.__args__  # type: ignore[attr-defined]
+ATTENTION_CATEGORIES: tuple[Category, ...] = (
+    "attention_score",
+    "attention_prob",
+    "attention_mask",
+    "attention_dropout",
+    "attention_grad",
+)
+
+Phase = Literal["build", "forward", "backward", "optimizer"]
+Form = Literal["eager", "sdpa", "mha", "flex", "flash_attn"]
+Mode = Literal["train", "infer"]
+Basis = Literal["measured", "modelled"]
+Verdict = Literal["attention-bound", "weights-bound", "activations-bound", "optimizer-bound"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Environment:
+    """What the report was made with. `None`: not there."""
+
+    python: str
+    torch: str | None
+    triton: str | None
+    cuda: str | None
+    driver: str | None
+    fa_advisor: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeakFlops:
+    """Dense peak rates in FLOP/s by dtype; `None` where the GPU has no such path."""
+
+    bf16: float | None
+    fp16: float | None
+    fp32: float | None
+    tf32: float | None
+    fp8: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceSpec:
+    """A GPU's limits. `basis` says who said so: NVML, torch, or the project's table."""
+
+    name: str
+    compute_capability: str
+    basis: Literal["nvml", "torch", "table"]
+    total_memory_bytes: int
+    sm_count: int
+    smem_per_sm_bytes: int
+    smem_per_block_optin_bytes: int
+    registers_per_sm: int
+    max_warps_per_sm: int
+    max_ctas_per_sm: int
+    l2_bytes: int
+    dram_bytes_per_s: float
+    peak_flops: PeakFlops
+
+    @property
+    def capability(self) -> tuple[int, int]:
+        major, minor = self.compute_capability.split(".")
+        return int(major), int(minor)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSpec:
+    """One input of the target."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetSpec:
+    """What was run."""
+
+    path: str | None
+    name: str
+    mode: Mode
+    dtype: str
+    batch_size: int | None
+    seq_len: int | None
+    parameters: int
+    trainable_parameters: int
+    inputs: tuple[TensorSpec, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimelinePoint:
+    """Memory in use after the `t`-th allocation or free of the measured step."""
+
+    t: int
+    phase: Phase
+    allocated_bytes: int
+    attention_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """The peak and what it is made of: sum(categories) + unattributed == peak_allocated."""
+
+    basis: Basis
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int | None
+    peak_phase: Phase
+    categories: dict[str, int]
+    unattributed_bytes: int
+    outside_allocator_bytes: int | None
+    timeline: tuple[TimelinePoint, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleMemory:
+    """Bytes at the peak that a module itself made (its children's are theirs)."""
+
+    fqn: str
+    type: str
+    categories: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LedgerRow:
+    """Blocks alive at the peak that share category, module, op, line, shape and dtype.
+
+    `bytes` is what the tensors hold; the allocator's rounding is the `allocator_slack` category.
+    """
+
+    category: Category
+    fqn: str
+    op: str
+    source: str | None
+    shape: tuple[int, ...]
+    dtype: str
+    count: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionSite:
+    """A module's attention call, as it ran in the measured step.
+
+    `source` is the line that made S (or called the fused kernel), `calls` how often it ran.
+    `saved_for_backward_bytes`: storages of this call (operands, S, P, masks, output, LSE) that
+    backward read, over all its calls in the step; 0 in inference.
+    """
+
+    fqn: str
+    source: str | None
+    form: Form
+    backend: str
+    why_not: dict[str, tuple[str, ...]]
+    calls: int
+    batch: int
+    num_heads: int
+    num_kv_heads: int
+    seqlen_q: int
+    seqlen_k: int
+    head_dim: int
+    dtype: str
+    is_causal: bool
+    has_mask: bool
+    dropout_p: float
+    attention_bytes_at_peak: int
+    saved_for_backward_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TileBudget:
+    """What one tile of an attention kernel costs on one GPU.
+
+    `smem_textbook_bytes` is the article's formula (Q, K, V, S and O in the input dtype);
+    `smem_bytes` what the kernel takes. Registers and spills are `None` where only compiling tells.
+    """
+
+    head_dim: int
+    dtype: str
+    direction: Literal["fwd", "bwd"]
+    kernel: str
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    smem_bytes: int
+    smem_textbook_bytes: int
+    registers_per_thread: int | None
+    spill_bytes: int | None
+    ctas_per_sm: int
+    occupancy: float
+    limiter: Literal["smem", "registers", "warps", "ctas"]
+    fits: bool
+    basis: Literal["compiled", "modelled"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limit:
+    """The largest value that fits the GPU's memory: as the model is, and as advised."""
+
+    now: int | None
+    advised: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Predicted:
+    """`None`: not computed, which is not the same as no change."""
+
+    peak_allocated_bytes: int | None
+    time_ms: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TileConfig:
+    """A kernel tile."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recommendation:
+    """What these sites should use. `backend` "keep" means: change nothing."""
+
+    sites: tuple[str, ...]
+    backend: str
+    tile: TileConfig | None
+    predicted: Predicted
+    basis: Basis
+    reasons: tuple[str, ...]
+    rejections: dict[str, tuple[str, ...]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advice:
+    """The verdict and what to do. `counterfactual_peak_bytes`: the peak of the same step replayed
+    without attention's N x N intermediates."""
+
+    verdict: Verdict
+    summary: str
+    counterfactual_peak_bytes: int | None
+    max_seq_len: Limit
+    max_batch_size: Limit
+    recommendations: tuple[Recommendation, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PatchedSite:
+    """What the patcher did to one site."""
+
+    fqn: str
+    form: Form
+    backend: str
+    status: Literal["patched", "refused"]
+    code: str | None
+    max_error: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PatchOutcome:
+    """Measured before and after a patch."""
+
+    sites: tuple[PatchedSite, ...]
+    before: Predicted
+    after: Predicted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileRequest:
+    """What the user asked of one profile run; travels to the child process as JSON."""
+
+    target: str | None = None
+    argv: tuple[str, ...] = ()
+    mode: Mode = "train"
+    batch_size: int | None = None
+    seq_len: int | None = None
+    dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
+    device: str = "auto"
+    gpu: str | None = None
+    optimizer: Literal["adamw", "sgd", "none"] = "adamw"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """One step of a running profile. `total` is `None` where it isn't known beforehand."""
+
+    stage: Literal["start", "load", "build", "warmup", "measure", "analyse", "done"]
+    note: str = ""
+    done: int = 0
+    total: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """Why the child process has no report."""
+
+    status: int
+    message: str
+    hint: str = ""
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportBody:
+    """Everything a report holds; `fa_advisor.report.Report` adds saving, tables and printing."""
+
+    schema_version: int = SCHEMA_VERSION
+    environment: Environment
+    device: DeviceSpec
+    target: TargetSpec
+    memory: Memory
+    modules: tuple[ModuleMemory, ...]
+    sites: tuple[AttentionSite, ...]
+    budgets: tuple[TileBudget, ...]
+    advice: Advice
+    patch: PatchOutcome | None = None
+    ledger: tuple[LedgerRow, ...] = ()
+    notes: tuple[str, ...] = field(default=())

@@ -1,0 +1,121 @@
+"""A report: the records, and how it is saved, loaded, tabulated and printed."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from fa_advisor.errors import UsageError
+from fa_advisor.records import SCHEMA_VERSION, ReportBody
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from rich.console import RenderableType
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report(ReportBody):
+    """Where every byte at the peak goes, which part is attention's, and what to do about it."""
+
+    def to_json(self) -> bytes:
+        """The report as UTF-8 JSON (schema: `fa_advisor/report.schema.json`), indented by two."""
+        return msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n"
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the JSON to `path`, whole or not at all.
+
+        Raises: UsageError where the file can't be written.
+        """
+        target = Path(path)
+        partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+        try:
+            if target.is_symlink() or (target.exists() and not target.is_file()):
+                target.write_bytes(self.to_json())  # through a link, or into a device
+                return
+            partial.write_bytes(self.to_json())
+            os.replace(partial, target)
+        except OSError as error:
+            partial.unlink(missing_ok=True)
+            raise UsageError(
+                f"can't write the report to {target}: {error.strerror or error}",
+                hint="give -o a file in a directory that exists and that you may write to",
+            ) from error
+
+    def frames(self) -> dict[str, pd.DataFrame]:
+        """The report's tables: categories, modules, sites, budgets, timeline, ledger."""
+        from fa_advisor.views.tables import frames
+
+        return frames(self)
+
+    def __rich__(self) -> RenderableType:
+        from fa_advisor.views.text import render
+
+        return render(self)
+
+    def _repr_html_(self) -> str:
+        from fa_advisor.views.text import render_html
+
+        return render_html(self)
+
+
+def load(path: str | os.PathLike[str]) -> Report:
+    """Read a report that `save` wrote. Never executes what it reads.
+
+    Raises: UsageError where the file is missing, truncated, foreign or of a newer schema.
+    """
+    try:
+        raw = Path(path).read_bytes()
+    except OSError as error:
+        raise UsageError(
+            f"can't read the report {os.fspath(path)}: {error.strerror or error}",
+            hint="make one with `fa-advisor profile model.py -o report.json`",
+        ) from error
+    return parse(raw, os.fspath(path))
+
+
+def parse(raw: bytes, name: str) -> Report:
+    """Decode a report's JSON; `name` is what the messages call it."""
+    version = _schema_version(raw, name)
+    if version > SCHEMA_VERSION:
+        raise UsageError(
+            f"{name} has schema_version {version}; this fa-advisor reads up to {SCHEMA_VERSION}",
+            hint="upgrade with `pip install -U fa-advisor`",
+        )
+    try:
+        return msgspec.json.decode(raw, type=Report)
+    except msgspec.ValidationError as error:
+        raise UsageError(f"{name} is not a valid fa-advisor report: {error}") from error
+
+
+def _schema_version(raw: bytes, name: str) -> int:
+    """The version a file claims, before anything else of it is believed."""
+    try:
+        head = msgspec.json.decode(raw)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise UsageError(
+            f"{name} is not JSON, or is cut off: {error}",
+            hint="a report is what `fa-advisor profile model.py -o report.json` writes",
+        ) from error
+    version = head.get("schema_version") if isinstance(head, dict) else None
+    if not isinstance(version, int) or isinstance(version, bool) or version < 1:
+        raise UsageError(
+            f"{name} is JSON but not an fa-advisor report: it has no schema_version",
+            hint="a report is what `fa-advisor profile model.py -o report.json` writes",
+        )
+    return version
+
+
+def json_schema() -> dict[str, Any]:
+    """The report's JSON schema (draft 2020-12), generated from the records."""
+    schema: dict[str, Any] = msgspec.json.schema(Report)
+    return schema
+
+
+def json_schema_text() -> str:
+    """The schema as it is checked in at `fa_advisor/report.schema.json`."""
+    return json.dumps(json_schema(), indent=2) + "\n"

@@ -1,0 +1,1 @@
+"""The dashboard: a Textual app over a report; never imports torch."""

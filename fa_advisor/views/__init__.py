@@ -1,0 +1,1 @@
+"""Read-only views of a report; none imports torch."""

@@ -1,0 +1,16 @@
+"""What the codes in `why_not` and `rejections` mean, in a sentence each."""
+
+from __future__ import annotations
+
+from fa_advisor.probes.sdpa import REASONS
+
+_OTHERS = {
+    "HAND_WRITTEN": "the model computes softmax(QK^T)V itself, so torch has no backend to choose",
+    "WEIGHTS_REQUESTED": "nn.MultiheadAttention is called with need_weights=True, its default, and "
+    "has to keep P to return it",
+}
+
+
+def explain(code: str) -> str:
+    """The sentence for a code; a code that this version doesn't know stands for itself."""
+    return REASONS.get(code) or _OTHERS.get(code, code)

@@ -1,0 +1,241 @@
+"""Running a model that isn't there: fake tensors for what is big, real ones for what is small.
+
+Big tensors (parameters, activations) are fake: shapes without memory. Small tensors that depend on
+no fake one (token ids, position ids, masks of moderate size, an optimizer's step counts) are real,
+so that `.item()`, `.tolist()` and value-dependent control flow on them work. Everything is on the
+CPU as far as torch knows; `cuda` in a user's code is read as this device.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+from torch.overrides import TorchFunctionMode
+
+from fa_advisor.errors import TargetError
+from fa_advisor.probes.lines import user_line
+from fa_advisor.probes.masks import is_triangular, mark_triangular
+
+# The most elements a tensor may have and still be computed for real (4 MiB in fp32).
+REAL_ELEMENTS = 1 << 20
+_device_of = torch.ops.prim.device.default
+# Below this many, an op on real tensors isn't sized first: no op makes much of so little.
+TINY_ELEMENTS = 64
+
+
+class FakeDevice:
+    """Executes operators for an `OpStream`; `mode` is the FakeTensorMode behind it."""
+
+    def __init__(self) -> None:
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.building = False
+        self._written: dict[Any, tuple[int, ...]] = {}
+
+    def execute(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        if func is _device_of:
+            return args[0].fake_device if FakeTensor in types else func(*args)
+        if FakeTensor not in types:
+            return self._from_real(func, types, args, kwargs)
+        written = self._written.get(func)
+        if written is None:
+            written = self._written[func] = _written_arguments(func)
+        if written:
+            target = args[written[0]] if written[0] < len(args) else None
+            if isinstance(target, Tensor) and not isinstance(target, FakeTensor):
+                return target  # a real tensor can't take in values that don't exist
+        return self._fake(func, types, args, kwargs)
+
+    def _fake(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        try:
+            out = self.mode.dispatch(func, types, args, kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            raise no_value(func) from error
+        except UnsupportedOperatorException as error:
+            raise TargetError(
+                f"{func} can't run on fake tensors (it has no shape rule)",
+                hint="profile with --device cpu or on a GPU with --device cuda",
+            ) from error
+        if self.building:
+            # Module.to() swaps parameters, which a live weak reference forbids.
+            memo = self.mode.fake_tensor_converter.meta_converter.tensor_memo
+            if memo:
+                memo.clear()
+        return out
+
+    def _from_real(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """No fake argument: compute for real if what goes in and comes out is small."""
+        inputs = [t for t in _tensors(args) if isinstance(t, Tensor)]
+        inputs += [t for t in _tensors(kwargs.values()) if isinstance(t, Tensor)]
+        if any(t.device.type == "meta" for t in inputs):
+            return func(*args, **kwargs)
+        elements = sum(t.numel() for t in inputs)
+        if inputs and elements <= TINY_ELEMENTS and not _grows(func):
+            return func(*args, **kwargs)
+        if elements > REAL_ELEMENTS and not _is_view(func):
+            return self._fake(func, types, args, kwargs)
+        if inputs and _is_view(func):
+            return func(*args, **kwargs)
+        try:
+            sized = self.mode.dispatch(func, types, args, kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            return func(*args, **kwargs)  # its values are here
+        if sum(t.numel() for t in _tensors((sized,))) > REAL_ELEMENTS:
+            if self.building:
+                self.mode.fake_tensor_converter.meta_converter.tensor_memo.clear()
+            return sized
+        return func(*args, **kwargs)
+
+    # -- turning a model into one of this device ----------------------------------------------
+
+    def fake(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """A fake tensor of the same size, strides and dtype (or `dtype`, for floating ones)."""
+        target = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+        if isinstance(tensor, FakeTensor) and tensor.fake_mode is self.mode:
+            with torch.no_grad():
+                return tensor.detach().to(target)
+        with self.mode, torch.no_grad():
+            made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=target, device="cpu")
+        if is_triangular(tensor):
+            mark_triangular(made)
+        return made
+
+    def convert(self, model: nn.Module, dtype: torch.dtype | None = None) -> None:
+        """Replace every parameter and buffer in place (tied ones once) by a fake one.
+
+        Small buffers that aren't floating point stay real: models read their values.
+        """
+        memo: dict[int, Tensor] = {}
+        for module in model.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    module._parameters[name] = self._parameter(parameter, dtype, memo)
+            for name, buffer in module._buffers.items():
+                if buffer is None or _stays_real(buffer):
+                    continue
+                if id(buffer) not in memo:
+                    memo[id(buffer)] = self.fake(buffer, dtype)
+                module._buffers[name] = memo[id(buffer)]
+
+    def copy_of(self, model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
+        """A fake copy of a real model; the original is left alone."""
+        memo: dict[int, Any] = {}
+        for parameter in model.parameters():
+            memo[id(parameter)] = self._parameter(parameter, dtype, {})
+        for buffer in model.buffers():
+            if not _stays_real(buffer):
+                memo[id(buffer)] = self.fake(buffer, dtype)
+        return copy.deepcopy(model, memo)
+
+    def _parameter(
+        self, parameter: Tensor, dtype: torch.dtype | None, memo: dict[int, Tensor]
+    ) -> nn.Parameter:
+        made = memo.get(id(parameter))
+        if made is None:
+            with self.mode:
+                made = nn.Parameter(
+                    self.fake(parameter.detach(), dtype), requires_grad=parameter.requires_grad
+                )
+            for name, value in vars(parameter).items():
+                setattr(made, name, value)  # tags that models hang on their parameters
+            memo[id(parameter)] = made
+        return made  # type: ignore[return-value]
+
+
+def no_value(func: Any) -> TargetError:
+    """The error of code that asks for a value that a fake tensor doesn't have."""
+    line = user_line(sys._getframe(1))
+    where = f" at {line[0]}:{line[1]}" if line else ""
+    return TargetError(
+        f"the model's control flow needs a tensor's value ({func}{where}), and without a GPU it"
+        " runs on fake tensors, which have none",
+        hint="profile with --device cpu (real values, slower) or on a GPU with --device cuda",
+    )
+
+
+class CudaAsCpu(TorchFunctionMode):
+    """Reads `cuda` as this device, so that code written for a GPU runs where there is none."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if "device" in kwargs and _is_cuda(kwargs["device"]):
+            kwargs = {**kwargs, "device": "cpu"}
+        if func is Tensor.cuda:
+            return args[0]
+        if func is Tensor.to and any(_is_cuda(a) for a in args[1:]):
+            args = tuple("cpu" if _is_cuda(a) else a for a in args)
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def cuda_calls_as_cpu() -> Iterator[None]:
+    """`Module.cuda()` too, which asks for a CUDA context before it looks at a tensor."""
+    original = nn.Module.cuda
+    nn.Module.cuda = lambda self, device=None: self  # type: ignore[method-assign, assignment]
+    try:
+        with CudaAsCpu():
+            yield
+    finally:
+        nn.Module.cuda = original  # type: ignore[method-assign]
+
+
+def _is_cuda(value: Any) -> bool:
+    if type(value) is str:
+        return value.startswith("cuda")
+    return isinstance(value, torch.device) and value.type == "cuda"
+
+
+def _stays_real(buffer: Tensor) -> bool:
+    return (
+        type(buffer) is Tensor
+        and buffer.device.type == "cpu"
+        and not buffer.is_floating_point()
+        and buffer.numel() <= REAL_ELEMENTS
+    )
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif type(value) in (list, tuple):
+            yield from _tensors(value)
+
+
+def _written_arguments(func: Any) -> tuple[int, ...]:
+    schema = getattr(func, "_schema", None)
+    if schema is None or not schema.is_mutable or len(schema.returns) > 1:
+        return ()
+    return tuple(
+        index
+        for index, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+
+
+def _is_view(func: Any) -> bool:
+    schema = getattr(func, "_schema", None)
+    return schema is not None and any(
+        r.alias_info is not None and not r.alias_info.is_write for r in schema.returns
+    )
+
+
+_GROWING = ("repeat", "one_hot", "new_", "arange", "full", "zeros", "ones", "empty", "rand")
+
+
+def _grows(func: Any) -> bool:
+    return any(word in str(func) for word in _GROWING)

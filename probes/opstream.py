@@ -1,0 +1,289 @@
+"""The op stream: one dispatch-level engine for fake, CPU and CUDA tensors.
+
+Sees every operator of forward, backward and optimizer step below autograd, numbers the storages
+that it makes, and notices when each dies (a weak reference to the storage, so views, saved tensors
+and C++ owners count as they do for the allocator). It keeps no tensor alive and makes none.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fa_advisor.probes.events import Code, Event, Kind, Op, Phase, Scope
+from fa_advisor.probes.lines import user_line
+from fa_advisor.probes.operators import classify
+from fa_advisor.probes.scopes import Scopes
+
+# Events are handed on in batches: the hot path only appends.
+BATCH = 4096
+
+_CompositeImplicit = torch._C.DispatchKey.CompositeImplicitAutograd  # type: ignore[attr-defined]
+_current_node = torch._C._current_autograd_node
+_DTYPES: dict[torch.dtype, str] = {}
+
+
+class _Ref(weakref.ref[Any]):
+    """A weak reference to a storage that knows the storage's number."""
+
+    __slots__ = ("key", "nbytes", "sid")
+
+    key: int
+    nbytes: int
+    sid: int
+
+
+class OpStream(TorchDispatchMode):
+    """`sink` gets lists of events; `execute` runs an operator (fake tensors bring their own).
+
+    `device_type`: only storages on this device are numbered ("cuda" on a GPU; None: all).
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(
+        self,
+        sink: Callable[[list[Event]], None],
+        scopes: Scopes,
+        *,
+        device_type: str | None = None,
+        execute: Callable[..., Any] | None = None,
+    ) -> None:
+        super().__init__()
+        self._sink = sink
+        self._scopes = scopes
+        self._device_type = device_type
+        self._execute = execute
+        self._ops: dict[Any, Op] = {}
+        self._refs: dict[int, _Ref] = {}
+        self._next_sid = 0
+        self._events: list[Event] = []
+        self._plain: dict[type, bool] = {}
+        self._composite: set[Any] = set()
+        self.phase = Phase.FORWARD
+        self.op_count = 0
+        self.overrides: dict[Any, Callable[..., Any]] = {}
+
+    # -- the hot path -----------------------------------------------------------------------
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        op = self._ops.get(func)
+        if op is None:
+            op = self._learn(func)
+        if types and not self._all_plain(types):
+            return NotImplemented  # a wrapper subclass: its inner ops come by on their own
+        if func in self._composite:
+            return self._decompose(func, args, kwargs)
+        execute = self._execute
+        if execute is not None:
+            out = execute(func, types, args, kwargs or {})
+        elif kwargs:
+            out = func(*args, **kwargs)
+        else:
+            out = func(*args)
+        if op.kind != 0:  # views have no storage of their own
+            self._record(op, func, args, kwargs, out)
+        return out
+
+    def _record(self, op: Op, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        inputs: list[tuple[int, Any]] = []
+        for arg in args:
+            if isinstance(arg, Tensor):
+                sid = self._sid(arg)
+                if sid >= 0:
+                    inputs.append((sid, arg.shape))
+            elif type(arg) in (list, tuple):
+                self._inputs_in(arg, inputs)
+        if kwargs:
+            self._inputs_in(kwargs.values(), inputs)
+        outputs: list[tuple[int, Any, str, int]] = []
+        made = False
+        if isinstance(out, Tensor):
+            made = self._output(out, outputs)
+        elif type(out) in (list, tuple):
+            for item in out:
+                if isinstance(item, Tensor):
+                    made = self._output(item, outputs) or made
+        node = _current_node()
+        if node is None:
+            scope = self._scopes.current
+            phase = self.phase
+        elif self._scopes.depth > 0:
+            scope = self._scopes.current
+            phase = Phase.RECOMPUTE
+        else:
+            scope = self._scopes.of_node(node)
+            phase = Phase.BACKWARD
+        source = None
+        if made and phase != 1 and phase != 2:
+            source = user_line(sys._getframe(2))
+        extra = _extra(op, args, kwargs) if op.kind >= 2 else None
+        events = self._events
+        events.append((0, op, scope, phase, source, inputs, outputs, extra))
+        self.op_count += 1
+        if len(events) >= BATCH:
+            self.flush()
+
+    def _sid(self, tensor: Tensor) -> int:
+        """The number of a tensor's storage; a storage never seen before existed before us."""
+        if self._device_type is not None and tensor.device.type != self._device_type:
+            return -1
+        try:
+            storage = tensor.untyped_storage()
+        except (NotImplementedError, RuntimeError):  # sparse, or no storage of its own
+            return -1
+        ref = self._refs.get(storage._cdata)
+        if ref is not None:
+            return ref.sid
+        if self.phase is Phase.OPTIMIZER and tensor.ndim == 0:
+            return -1  # a scalar operand, which lives on the host
+        nbytes = storage.nbytes()
+        ref = self._number(storage, nbytes)
+        shape, dtype = tensor.shape, dtype_name(tensor.dtype)
+        self._events.append((Code.EXTERNAL, ref.sid, shape, dtype, nbytes))
+        return ref.sid
+
+    def _inputs_in(self, values: Any, inputs: list[tuple[int, Any]]) -> None:
+        for value in values:
+            if isinstance(value, Tensor):
+                sid = self._sid(value)
+                if sid >= 0:
+                    inputs.append((sid, value.shape))
+            elif type(value) in (list, tuple):
+                self._inputs_in(value, inputs)
+
+    def _output(self, tensor: Tensor, outputs: list[tuple[int, Any, str, int]]) -> bool:
+        if self._device_type is not None and tensor.device.type != self._device_type:
+            return False
+        try:
+            storage = tensor.untyped_storage()
+        except (NotImplementedError, RuntimeError):
+            return False
+        nbytes = storage.nbytes()
+        ref = self._refs.get(storage._cdata)
+        if ref is None:
+            ref = self._number(storage, nbytes)
+            outputs.append((ref.sid, tensor.shape, dtype_name(tensor.dtype), nbytes))
+            return True
+        if nbytes != ref.nbytes:
+            ref.nbytes = nbytes
+            self._events.append((Code.RESIZE, ref.sid, nbytes))
+        outputs.append((ref.sid, tensor.shape, "", -1))
+        return False
+
+    def _number(self, storage: Any, nbytes: int) -> _Ref:
+        ref = _Ref(storage, self._died)
+        ref.sid = self._next_sid
+        ref.key = storage._cdata
+        ref.nbytes = nbytes
+        self._next_sid += 1
+        self._refs[ref.key] = ref
+        return ref
+
+    def _died(self, ref: Any) -> None:
+        if self._refs.get(ref.key) is ref:
+            del self._refs[ref.key]
+        self._events.append((1, ref.sid))
+
+    # -- once per operator or type ------------------------------------------------------------
+
+    def _learn(self, func: Any) -> Op:
+        op = self._ops[func] = classify(func)
+        # In inference mode composite ops arrive undecomposed; take them apart as autograd would.
+        if isinstance(func, torch._ops.OpOverload) and op.kind != Kind.VIEW:
+            if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), _CompositeImplicit):
+                self._composite.add(func)
+        return op
+
+    def _decompose(self, func: Any, args: Any, kwargs: Any) -> Any:
+        override = self.overrides.get(func)
+        with self:
+            if override is not None:
+                return override(*args, **(kwargs or {}))
+            return func._op_dk(_CompositeImplicit, *args, **(kwargs or {}))
+
+    def _all_plain(self, types: Any) -> bool:
+        for cls in types:
+            plain = self._plain.get(cls)
+            if plain is None:
+                wrapper = hasattr(cls, "__tensor_flatten__")
+                plain = self._plain[cls] = not wrapper
+            if not plain:
+                return False
+        return True
+
+    # -- what others tell the stream ----------------------------------------------------------
+
+    def emit(self, event: Event) -> None:
+        self._events.append(event)
+
+    def label(self, tensor: Tensor, label: str, fqn: str, *, triangular: bool = False) -> None:
+        """Say what a tensor's storage is; wrapper subclasses are labelled by their parts."""
+        for part in parts(tensor):
+            sid = self._sid(part)
+            if sid >= 0:
+                self._events.append((Code.LABEL, sid, label, fqn, triangular))
+
+    def sid(self, tensor: Tensor) -> int:
+        """The number of a tensor's storage; -1 for one that isn't followed."""
+        return self._sid(tensor)
+
+    def resized(self, storage: Any) -> None:
+        """A storage was resized behind the dispatcher's back."""
+        ref = self._refs.get(storage._cdata)
+        if ref is not None and storage.nbytes() != ref.nbytes:
+            ref.nbytes = storage.nbytes()
+            self._events.append((Code.RESIZE, ref.sid, ref.nbytes))
+
+    def flush(self) -> None:
+        """Hand on what has been seen so far."""
+        events, self._events = self._events, []
+        if events:
+            self._sink(events)
+
+
+def parts(tensor: Tensor) -> list[Tensor]:
+    """The plain tensors that a (possibly nested) wrapper subclass holds; itself if it is plain."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        if tensor.layout in (torch.sparse_coo, torch.sparse_csr):
+            return [tensor._values()] if tensor.layout is torch.sparse_coo else [tensor.values()]
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()
+    return [part for name in names for part in parts(getattr(tensor, name))]
+
+
+def torch_version() -> tuple[int, int]:
+    """(2, 13), of the torch that runs."""
+    major, minor = torch.__version__.split(".")[:2]
+    return int(major), int(minor)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`bfloat16`, as reports write it."""
+    name = _DTYPES.get(dtype)
+    if name is None:
+        name = _DTYPES[dtype] = str(dtype).removeprefix("torch.")
+    return name
+
+
+def _extra(op: Op, args: Any, kwargs: Any) -> Any:
+    """The few scalars that the attribution needs."""
+    kind = op.kind
+    if kind == Kind.SOFTMAX:
+        for value in args[1:]:
+            if type(value) is int:
+                return value
+        return -1
+    if kind == Kind.DROPOUT:
+        return float(args[1])
+    if kind == Kind.RANDOM and op.name == "bernoulli_" and len(args) > 1:
+        return float(args[1]) if isinstance(args[1], (int, float)) else None
+    return None
