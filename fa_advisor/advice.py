@@ -29,7 +29,7 @@ from fa_advisor.records import (
 
 SHORT, LONG = 512, 1024
 SMALL_MODEL = 1_000_000_000
-FUSED = frozenset(("flash", "efficient", "cudnn", "flash_attn", "flex", "fused"))
+FUSED = frozenset(("flash", "efficient", "cudnn", "flash_attn", "flex", "fused", "native"))
 
 # The fused backend that SDPA would take for a site on the GPU, and the codes against the others;
 # "math" where none fits.
@@ -166,7 +166,9 @@ def _recommend(
     reasons: list[str] = []
     length = max(site.seqlen_q, site.seqlen_k)
     keep = True
-    if site.backend in FUSED:
+    if site.backend == "native":
+        reasons.append("runs in nn.MultiheadAttention's inference fast path, one operator that hides its own memory")
+    elif site.backend in FUSED:
         reasons.append(f"runs on the fused {site.backend} backend, which keeps neither S nor P")
         if site.attention_bytes_at_peak:
             reasons.append("the N x N memory it has is its mask or bias")

@@ -21,6 +21,9 @@ DTYPES: dict[str, torch.dtype | None] = {
 }
 
 
+_TOKENS = (torch.int64, torch.int32)
+
+
 class Placement(NamedTuple):
     """`index` is the CUDA device's number, 0 elsewhere."""
 
@@ -88,7 +91,7 @@ def sizes_of(inputs: Any) -> tuple[int | None, int | None]:
     """(batch size, sequence length) as the inputs' shapes tell: the first token ids
     [batch, length], else the first floating [batch, length, features]."""
     found = list(_tensors(inputs))
-    ids = next((t for t in found if not t.is_floating_point() and t.ndim == 2), None)
+    ids = next((t for t in found if t.dtype in _TOKENS and t.ndim == 2), None)
     if ids is not None:
         return int(ids.shape[0]), int(ids.shape[1])
     sequence = next((t for t in found if t.is_floating_point() and t.ndim == 3), None)

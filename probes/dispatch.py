@@ -67,7 +67,9 @@ def sdpa(
     call = _describe(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
     backend = "math"
     for watch in _watches:
-        choice = choose(call, watch.gpu, torch_version(), _cudnn_version())
+        choice = choose(
+            call, watch.gpu, torch_version(), _cudnn_version(), disabled=_disabled()
+        )
         if fake and watch.fake is not None:
             backend = choice.backend
         watch.sdpa(
@@ -146,6 +148,20 @@ def _describe(
         ndim=query.ndim,
         last_stride_one=all(t.stride(-1) == 1 for t in (query, key, value)),
         deterministic=torch.are_deterministic_algorithms_enabled(),
+    )
+
+
+def _disabled() -> frozenset[str]:
+    """The backends that the user has switched off."""
+    cuda = torch.backends.cuda
+    return frozenset(
+        name
+        for name, enabled in (
+            ("flash", cuda.flash_sdp_enabled()),
+            ("efficient", cuda.mem_efficient_sdp_enabled()),
+            ("cudnn", cuda.cudnn_sdp_enabled()),
+        )
+        if not enabled
     )
 
 

@@ -9,6 +9,7 @@ CPU as far as torch knows; `cuda` in a user's code is read as this device.
 from __future__ import annotations
 
 import copy
+import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,11 +30,18 @@ from fa_advisor.errors import TargetError
 from fa_advisor.probes.lines import user_line
 from fa_advisor.probes.masks import is_triangular, mark_triangular
 
-# The most elements a tensor may have and still be computed for real (4 MiB in fp32).
-REAL_ELEMENTS = 1 << 20
+# The most elements that a tensor may have and still be computed for real: ids and masks (16 MiB of
+# bools), floating-point tables and masks while running, and while building, where most are weights.
+REAL_INTEGERS = 1 << 24
+REAL_FLOATS = 1 << 22
+REAL_WEIGHTS = 1 << 20
 _device_of = torch.ops.prim.device.default
 # Below this many, an op on real tensors isn't sized first: no op makes much of so little.
 TINY_ELEMENTS = 64
+
+
+# What doesn't fit is told to the user by the error that follows; torch logs a traceback besides.
+logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
 
 
 class FakeDevice:
@@ -81,22 +89,27 @@ class FakeDevice:
         inputs += [t for t in _tensors(kwargs.values()) if isinstance(t, Tensor)]
         if any(t.device.type == "meta" for t in inputs):
             return func(*args, **kwargs)
+        if inputs and _is_view(func):
+            return func(*args, **kwargs)
         elements = sum(t.numel() for t in inputs)
         if inputs and elements <= TINY_ELEMENTS and not _grows(func):
             return func(*args, **kwargs)
-        if elements > REAL_ELEMENTS and not _is_view(func):
+        if not all(self._small(t) for t in inputs):
             return self._fake(func, types, args, kwargs)
-        if inputs and _is_view(func):
-            return func(*args, **kwargs)
         try:
             sized = self.mode.dispatch(func, types, args, kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
             return func(*args, **kwargs)  # its values are here
-        if sum(t.numel() for t in _tensors((sized,))) > REAL_ELEMENTS:
+        if not all(self._small(t) for t in _tensors((sized,))):
             if self.building:
                 self.mode.fake_tensor_converter.meta_converter.tensor_memo.clear()
             return sized
         return func(*args, **kwargs)
+
+    def _small(self, tensor: Tensor) -> bool:
+        if not (tensor.is_floating_point() or tensor.is_complex()):
+            return tensor.numel() <= REAL_INTEGERS
+        return tensor.numel() <= (REAL_WEIGHTS if self.building else REAL_FLOATS)
 
     # -- turning a model into one of this device ----------------------------------------------
 
@@ -204,7 +217,7 @@ def _stays_real(buffer: Tensor) -> bool:
         type(buffer) is Tensor
         and buffer.device.type == "cpu"
         and not buffer.is_floating_point()
-        and buffer.numel() <= REAL_ELEMENTS
+        and buffer.numel() <= REAL_INTEGERS
     )
 
 

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from types import CodeType, FrameType
 
 import torch
 
+import fa_advisor
+
+_PACKAGE = os.path.dirname(fa_advisor.__file__)
 _LIBRARY = (
     f"{torch.__path__[0]}/",
-    __file__.rsplit("/", 1)[0] + "/",
+    f"{os.path.dirname(__file__)}/",
+    f"{_PACKAGE}/",
     "<",
 )
+_EXAMPLES = f"{_PACKAGE}/examples/"  # where a wheel puts them: a user's code like any other
 _is_library: dict[CodeType, bool] = {}
 
 
@@ -20,8 +26,12 @@ def user_line(frame: FrameType | None) -> tuple[str, int] | None:
         code = frame.f_code
         library = _is_library.get(code)
         if library is None:
-            library = _is_library[code] = code.co_filename.startswith(_LIBRARY)
+            library = _is_library[code] = _of_a_library(code.co_filename)
         if not library:
             return code.co_filename, frame.f_lineno
         frame = frame.f_back
     return None
+
+
+def _of_a_library(file: str) -> bool:
+    return file.startswith(_LIBRARY) and not file.startswith(_EXAMPLES)

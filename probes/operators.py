@@ -46,6 +46,8 @@ _FUSED: dict[str, str] = {
     "_efficient_attention_forward": "efficient",
     "_cudnn_attention_forward": "cudnn",
     "flex_attention": "flex",
+    "_native_multi_head_attention": "native",
+    "_transformer_encoder_layer_fwd": "native",
 }
 
 

@@ -284,6 +284,8 @@ def _extra(op: Op, args: Any, kwargs: Any) -> Any:
         return -1
     if kind == Kind.DROPOUT:
         return float(args[1])
+    if kind == Kind.FUSED_ATTENTION and op.backend == "native":
+        return int(args[2 if op.name.startswith("_transformer") else 4])  # heads
     if kind == Kind.RANDOM and op.name == "bernoulli_" and len(args) > 1:
         return float(args[1]) if isinstance(args[1], (int, float)) else None
     return None

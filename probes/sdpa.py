@@ -23,6 +23,7 @@ REASONS: dict[str, str] = {
     " to the bottom right, SDPA to the top left",
     "CUDNN_VERSION": "the cuDNN loaded is 9.15.0 or older, which torch doesn't prefer",
     "DETERMINISTIC": "torch.use_deterministic_algorithms is on and this backend isn't",
+    "DISABLED": "it is switched off (torch.nn.attention.sdpa_kernel or torch.backends.cuda)",
     "DROPOUT": "this dropout probability isn't supported (cuDNN: multiples of 1/16 only, and none"
     " with cuDNN 9.11 to 9.13)",
     "DTYPE": "the dtype isn't supported on this GPU",
@@ -125,11 +126,13 @@ def choose(
     cudnn_version: tuple[int, ...] | None = None,
     *,
     cudnn_deprioritized: bool = False,
+    disabled: frozenset[str] = frozenset(),
 ) -> Choice:
     """The backend that torch's SDPA takes for `call` on `device`.
 
     `cudnn_version`: as loaded, (9, 19, 0); `None`: the one in torch's CUDA 13 wheels.
-    `cudnn_deprioritized`: TORCH_CUDNN_SDPA_DEPRIORITIZED=1 is set.
+    `cudnn_deprioritized`: TORCH_CUDNN_SDPA_DEPRIORITIZED=1 is set. `disabled`: backends switched
+    off, by torch.nn.attention.sdpa_kernel or torch.backends.cuda.
     """
     case = _Case(call, device.capability, torch_version[:2], _cudnn(torch_version, cudnn_version))
     against: dict[Backend, tuple[str, ...]] = {
@@ -141,6 +144,9 @@ def choose(
         "efficient": tuple(_against_efficient(case)),
         "math": (),
     }
+    for name in FASTEST_FIRST[:-1]:
+        if name in disabled:
+            against[name] = ("DISABLED", *against[name])
     backend = next(name for name in FASTEST_FIRST if not against[name])
     faster = FASTEST_FIRST[: FASTEST_FIRST.index(backend)]
     return Choice(backend=backend, why_not={name: against[name] for name in faster})

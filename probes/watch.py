@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.modules import transformer
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -140,7 +142,7 @@ class Watch:
         self.add_inputs(args)
 
     def _called(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        if self.scopes.depth == 0 and self.first_call == ((), {}):
+        if self.scopes.depth <= 1 and self.first_call == ((), {}):
             self.first_call = (_outline(args), _outline(kwargs))
         self.add_inputs(kwargs)
 
@@ -202,10 +204,18 @@ def _unfused_mha() -> Iterator[None]:
     """nn.MultiheadAttention's inference fast path is one operator that nothing can see into, and
     that has no shape rule for fake tensors: off, but on a GPU, where it runs as the user's would."""
     enabled = torch.backends.mha.get_fastpath_enabled()
+    detect = transformer._detect_is_causal_mask
+
+    def detect_without_values(mask: Tensor | None, is_causal: bool | None, size: Any) -> bool:
+        # nn.TransformerEncoder compares a mask with a causal one; a fake mask has no values.
+        return bool(is_causal) if isinstance(mask, FakeTensor) else detect(mask, is_causal, size)
+
     torch.backends.mha.set_fastpath_enabled(False)
+    transformer._detect_is_causal_mask = detect_without_values
     try:
         yield
     finally:
+        transformer._detect_is_causal_mask = detect
         torch.backends.mha.set_fastpath_enabled(enabled)
 
 

@@ -127,6 +127,7 @@ class AttentionMatcher:
             role = "attention_grad"
         if c.op.kind is Kind.EXP and role == "attention_score":
             call.softmaxed = True
+            _read_extents(call, shape, -1)
             role = "attention_prob"
         for out, out_shape in c.outputs:
             if out.label is None and _extent(out_shape) * 2 >= _extent(shape):
@@ -160,7 +161,8 @@ class AttentionMatcher:
         """A storage beside S or P in a pointwise op: a mask or bias if it is N x N, else nothing."""
         if phase is Phase.BACKWARD or other.numel == 1:
             return
-        if role == "attention_score" and other_shape and shape[-1] == other_shape[-1] > 1:
+        over_keys = bool(other_shape) and shape[-1] == other_shape[-1] > 1
+        if role == "attention_score" and over_keys and shape[-1] in (call.m, call.n):
             call.has_mask = True
             call.causal = call.causal or bool(other.origin & _TRIANGULAR)
         if not _spans(call, shape, other_shape, other.numel) or other.label is not None:
@@ -212,6 +214,11 @@ class AttentionMatcher:
             if operand.call is None or operand.role in (None, "attention_mask"):
                 continue
             call = operand.call.find()
+            if other.origin & _PARAMETER and _mixes_heads(call, shape):
+                for out, _ in c.outputs:
+                    out.call, out.role = call, operand.role
+                    self._keep(call, out)
+                return
             if operand.role == "attention_prob" and call.softmaxed:
                 if c.phase is not Phase.BACKWARD and not call.confirmed:
                     self._confirm(c, call, operand, shape, other, other_shape)
@@ -344,6 +351,11 @@ class AttentionMatcher:
         call.batch = shape[0] if len(shape) == 4 else 1
         call.heads, call.kv_heads = _at(shape, head), _at(key_shape, head)
         call.fused = c.op.backend
+        if call.fused == "native":  # [batch, length, heads x head_dim], heads as an argument
+            call.m, call.n = _at(shape, -2), _at(key_shape, -2)
+            call.heads = call.kv_heads = c.extra
+            call.head_dim = shape[-1] // c.extra
+            call.batch = shape[0] if len(shape) == 3 else 1
         call.confirmed = True
         for operand, _ in (*c.inputs, *c.outputs):
             self._keep(call, operand)
@@ -427,6 +439,11 @@ def _claim_mask(call: Call, mask: Storage) -> None:
             storage.saved_by = call
         pending.extend(storage.parents)
         storage.parents = ()
+
+
+def _mixes_heads(call: Call, shape: Shape) -> bool:
+    """Talking heads: scores or weights as rows [batch x m x n, heads], times a parameter."""
+    return len(shape) == 2 and shape[0] % (call.m * call.n) == 0 and call.m * call.n > shape[1]
 
 
 def _has_both(shape: Shape, m: int, n: int) -> bool:

@@ -242,7 +242,7 @@ def _site_key(call: Call) -> tuple[object, ...]:
 
 
 def form_of(call: Call) -> Form:
-    if call.scope.type == "MultiheadAttention":
+    if call.scope.type == "MultiheadAttention" or call.fused == "native":
         return "mha"
     if call.fused in ("flex", "flash_attn"):
         return call.fused  # type: ignore[return-value]

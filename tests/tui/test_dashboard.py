@@ -80,7 +80,7 @@ async def test_every_key_at_every_size_on_every_report(
         for number in range(1, len(PANES) + 1):
             for key in (str(number), *keys.split()):
                 app.simulate_key(key)
-                await pilot.pause()
+            await pilot.pause()
         await pilot.resize_terminal(100, 30)
         await pilot.pause()
         assert isinstance(app.screen, ReportScreen)
