@@ -60,12 +60,12 @@ class OpStream(TorchDispatchMode):
         self._scopes = scopes
         self._device_type = device_type
         self._execute = execute
-        self._ops: dict[Any, Op] = {}
+        # By id: an OpOverload's own hash is computed in Python. The entry keeps the id alive.
+        self._ops: dict[int, tuple[Op, bool, bool, Any]] = {}
         self._refs: dict[int, _Ref] = {}
         self._next_sid = 0
         self._events: list[Event] = []
         self._plain: dict[type, bool] = {}
-        self._composite: set[Any] = set()
         self.phase = Phase.FORWARD
         self.op_count = 0
         self.overrides: dict[Any, Callable[..., Any]] = {}
@@ -75,12 +75,11 @@ class OpStream(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        op = self._ops.get(func)
-        if op is None:
-            op = self._learn(func)
+        known = self._ops.get(id(func))
+        op, recorded, composite, _ = known or self._learn(func)
         if types and not self._all_plain(types):
             return NotImplemented  # a wrapper subclass: its inner ops come by on their own
-        if func in self._composite:
+        if composite:
             return self._decompose(func, args, kwargs)
         execute = self._execute
         if execute is not None:
@@ -89,11 +88,14 @@ class OpStream(TorchDispatchMode):
             out = func(*args, **kwargs)
         else:
             out = func(*args)
-        if op.kind != 0:  # views have no storage of their own
-            self._record(op, func, args, kwargs, out)
+        if recorded:  # views have no storage of their own
+            if self.phase is not Phase.OPTIMIZER:
+                self._record(op, args, kwargs, out)
+            elif not op.writes:
+                self._record_update(op, out)
         return out
 
-    def _record(self, op: Op, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+    def _record(self, op: Op, args: Any, kwargs: Any, out: Any) -> None:
         inputs: list[tuple[int, Any]] = []
         for arg in args:
             if isinstance(arg, Tensor):
@@ -122,15 +124,28 @@ class OpStream(TorchDispatchMode):
         else:
             scope = self._scopes.of_node(node)
             phase = Phase.BACKWARD
-        source = None
-        if made and phase != 1 and phase != 2:
-            source = user_line(sys._getframe(2))
-        extra = _extra(op, args, kwargs) if op.kind >= 2 else None
+        source = user_line(sys._getframe(2)) if made and phase is not Phase.BACKWARD else None
+        extra = _extra(op, args) if op.kind in _WITH_SCALARS else None
         events = self._events
         events.append((0, op, scope, phase, source, inputs, outputs, extra))
         self.op_count += 1
         if len(events) >= BATCH:
             self.flush()
+
+    def _record_update(self, op: Op, out: Any) -> None:
+        """In an optimizer's step only what is made matters, and in-place ops make nothing."""
+        self.op_count += 1
+        outputs: list[tuple[int, Any, str, int]] = []
+        made = False
+        if isinstance(out, Tensor):
+            made = self._output(out, outputs)
+        elif type(out) in (list, tuple):
+            for item in out:
+                if isinstance(item, Tensor):
+                    made = self._output(item, outputs) or made
+        if made:
+            scope = self._scopes.current
+            self._events.append((0, op, scope, Phase.OPTIMIZER, None, (), outputs, None))
 
     def _sid(self, tensor: Tensor) -> int:
         """The number of a tensor's storage; a storage never seen before existed before us."""
@@ -195,13 +210,17 @@ class OpStream(TorchDispatchMode):
 
     # -- once per operator or type ------------------------------------------------------------
 
-    def _learn(self, func: Any) -> Op:
-        op = self._ops[func] = classify(func)
+    def _learn(self, func: Any) -> tuple[Op, bool, bool, Any]:
+        op = classify(func)
+        recorded = op.kind is not Kind.VIEW
         # In inference mode composite ops arrive undecomposed; take them apart as autograd would.
-        if isinstance(func, torch._ops.OpOverload) and op.kind != Kind.VIEW:
-            if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), _CompositeImplicit):
-                self._composite.add(func)
-        return op
+        composite = (
+            recorded
+            and isinstance(func, torch._ops.OpOverload)
+            and torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), _CompositeImplicit)
+        )
+        known = self._ops[id(func)] = (op, recorded, composite, func)
+        return known
 
     def _decompose(self, func: Any, args: Any, kwargs: Any) -> Any:
         override = self.overrides.get(func)
@@ -274,7 +293,10 @@ def dtype_name(dtype: torch.dtype) -> str:
     return name
 
 
-def _extra(op: Op, args: Any, kwargs: Any) -> Any:
+_WITH_SCALARS = frozenset((Kind.SOFTMAX, Kind.DROPOUT, Kind.RANDOM, Kind.FUSED_ATTENTION))
+
+
+def _extra(op: Op, args: Any) -> Any:
     """The few scalars that the attribution needs."""
     kind = op.kind
     if kind == Kind.SOFTMAX:

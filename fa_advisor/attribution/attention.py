@@ -177,6 +177,8 @@ class AttentionMatcher:
             call.masks.append(other)
 
     def _flow_origin(self, c: _Context) -> None:
+        if c.phase is Phase.BACKWARD:
+            return  # masks are made in forward, or in its recomputation
         kind = c.op.kind
         all_of, any_of = _PARAMETER | _POSITION, 0
         parents: list[Storage] = []
@@ -194,13 +196,12 @@ class AttentionMatcher:
         if kind is Kind.TRIANGULAR or compared:
             origin |= _TRIANGULAR
         random_p = max((s.random_p for s, _ in c.inputs), default=0.0)
-        keep_parents = c.phase is not Phase.BACKWARD and c.phase is not Phase.OPTIMIZER
         for out, _ in c.outputs:
             if out.label is not None:
                 continue
             out.origin |= origin
             out.random_p = random_p
-            if keep_parents and not any(out is p for p in parents):
+            if not any(out is p for p in parents):
                 if generation < MAX_ANCESTRY:
                     out.parents, out.generation = tuple(parents), generation + 1
                 else:

@@ -97,12 +97,13 @@ class Ledger:
         self.steps = 0
 
     def feed(self, events: Iterable[Event]) -> None:
+        run, free = self._op, self._free
         for event in events:
             code = event[0]
-            if code == Code.OP:
-                self._op(*event[1:])
-            elif code == Code.FREE:
-                self._free(event[1])
+            if code == 0:  # Code.OP and Code.FREE are nearly all of them
+                run(*event[1:])
+            elif code == 1:
+                free(event[1])
             elif code == Code.LABEL:
                 self._label(*event[1:])
             elif code == Code.EXTERNAL:
@@ -194,7 +195,8 @@ class Ledger:
                     continue
                 storage = known
             made.append((storage, shape))
-        self._matcher.see(op, scope, phase, source, seen, made, extra)
+        if phase is not Phase.OPTIMIZER:
+            self._matcher.see(op, scope, phase, source, seen, made, extra)
 
     def _free(self, sid: int) -> None:
         storage = self._storages.pop(sid, None)
