@@ -39,7 +39,7 @@ LAYERS = (4, 8, 16, 32, 64)
 
 
 def per_operator() -> dict[str, float]:
-    """Median microseconds an operator over interleaved rounds."""
+    """Median CPU microseconds an operator, over interleaved rounds."""
     import torch
     from torch import nn
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -76,7 +76,7 @@ def per_operator() -> dict[str, float]:
     times: dict[str, list[float]] = {"plain": [], "bare": [], "engine": []}
     for _ in range(7):
         for name in times:
-            start = time.perf_counter()
+            start = time.process_time()
             if name == "plain":
                 steps(20)
             elif name == "bare":
@@ -85,7 +85,7 @@ def per_operator() -> dict[str, float]:
             else:
                 with fa_advisor.record(model, optimizer):
                     steps(20)
-            times[name].append((time.perf_counter() - start) / 20 / operators * 1e6)
+            times[name].append((time.process_time() - start) / 20 / operators * 1e6)
     medians = {name: statistics.median(values) for name, values in times.items()}
     medians["operators_a_step"] = operators
     medians["time_ratio"] = medians["engine"] / medians["bare"]

@@ -254,6 +254,7 @@ def _math(
     if mask is not None:
         scores.add_(mask)
     probabilities = aten._safe_softmax.default(scores, -1)
+    del scores  # torch gives its name to the probabilities
     if dropout_p > 0.0:
         probabilities = F.dropout(probabilities, dropout_p, True)
     returned = probabilities.to(dtype)  # torch makes the weights it returns, wanted or not

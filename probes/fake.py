@@ -27,6 +27,7 @@ from torch._subclasses.fake_tensor import (
 from torch.overrides import TorchFunctionMode
 
 from fa_advisor.errors import TargetError
+from fa_advisor.probes.drawn import CHOOSERS, Draws
 from fa_advisor.probes.lines import user_line
 from fa_advisor.probes.masks import is_triangular, mark_triangular
 
@@ -51,6 +52,18 @@ class FakeDevice:
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.building = False
         self._written: dict[Any, tuple[int, ...]] = {}
+        self._draws = Draws()
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        """What was assumed of values that fake tensors don't have, in sentences for the report."""
+        if not self._draws.read:
+            return ()
+        return (
+            f"Without a GPU there are no values for {' and '.join(sorted(self._draws.read))} to"
+            " choose by: the choices that the model computes with, such as a router's of experts,"
+            " were drawn evenly at random. --device cpu or cuda uses the model's own.",
+        )
 
     def execute(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if func is _device_of:
@@ -64,7 +77,15 @@ class FakeDevice:
             target = args[written[0]] if written[0] < len(args) else None
             if isinstance(target, Tensor) and not isinstance(target, FakeTensor):
                 return target  # a real tensor can't take in values that don't exist
+        rule = _RULES.get(func)
+        if rule is not None:
+            return self._by_rule(rule, func, types, args, kwargs)
         return self._fake(func, types, args, kwargs)
+
+    def _by_rule(self, rule: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        func, args, kwargs = rule(func, args, kwargs)
+        out = self._fake(func, types, args, kwargs)
+        return self._draws.draw(func, args, kwargs, out) if func in CHOOSERS else out
 
     def _fake(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         try:
@@ -91,6 +112,7 @@ class FakeDevice:
             return func(*args, **kwargs)
         if inputs and _is_view(func):
             return func(*args, **kwargs)
+        self._draws.note_reads(inputs)
         elements = sum(t.numel() for t in inputs)
         if inputs and elements <= TINY_ELEMENTS and not _grows(func):
             return func(*args, **kwargs)
@@ -157,14 +179,76 @@ class FakeDevice:
     ) -> nn.Parameter:
         made = memo.get(id(parameter))
         if made is None:
+            data = self.fake(parameter.detach(), dtype)
             with self.mode:
-                made = nn.Parameter(
-                    self.fake(parameter.detach(), dtype), requires_grad=parameter.requires_grad
-                )
+                made = nn.Parameter(data, requires_grad=parameter.requires_grad)
             for name, value in vars(parameter).items():
                 setattr(made, name, value)  # tags that models hang on their parameters
             memo[id(parameter)] = made
         return made  # type: ignore[return-value]
+
+
+# -- operators whose fake form asks for more than it needs -----------------------------------------
+
+_aten = torch.ops.aten
+_Call = tuple[Any, Any, Any]
+
+
+def _as_is(func: Any, args: Any, kwargs: Any) -> _Call:
+    return func, args, kwargs
+
+
+def _with_integer_indices(func: Any, args: Any, kwargs: Any) -> _Call:
+    """A real boolean mask as an index: its values are there, and so is the output's size."""
+    indices: list[Tensor | None] = []
+    for index in args[1]:
+        if type(index) is Tensor and index.dtype in (torch.bool, torch.uint8):
+            indices.extend(index.nonzero().unbind(1))
+        else:
+            indices.append(index)
+    return func, (args[0], indices, *args[2:]), kwargs
+
+
+def _masked_select(func: Any, args: Any, kwargs: Any) -> _Call:
+    source, mask = args
+    if type(mask) is not Tensor:
+        return func, args, kwargs
+    shape = torch.broadcast_shapes(source.shape, mask.shape)
+    size = [int(mask.expand(shape).sum())]
+    return _aten.new_empty.default, (source, size), {}
+
+
+def _grouped_mm(func: Any, args: Any, kwargs: Any) -> _Call:
+    """The products of groups of rows, for every dtype; torch's own rule knows bfloat16 alone.
+
+    [M, K] x [G, K, N] -> [M, N]; [G, M, K] x [K, N] -> [M, N]; [M, K] x [K, N] -> [G, M, N], for G
+    groups. Rows start at multiples of 16 bytes (ATen/native/GroupedMMUtils.h).
+    """
+    a, b, offsets, _, out_dtype = (*args, *(None,) * (5 - len(args)))
+    offsets = kwargs.get("offs", offsets)
+    dtype = kwargs.get("out_dtype", out_dtype) or a.dtype
+    if a.ndim == 2 and b.ndim == 2:
+        leading = [offsets.shape[0], a.shape[0]]
+    elif b.ndim == 2:
+        leading = [a.shape[1]]
+    else:
+        leading = list(a.shape[:-1])
+    alignment = max(1, 16 // dtype.itemsize)
+    row = -(-b.shape[-1] // alignment) * alignment
+    strides = [row, 1] if len(leading) == 1 else [leading[1] * row, row, 1]
+    size = [*leading, b.shape[-1]]
+    return _aten.new_empty_strided.default, (a, size, strides), {"dtype": dtype}
+
+
+_RULES: dict[Any, Any] = {
+    **dict.fromkeys(CHOOSERS, _as_is),
+    _aten.index.Tensor: _with_integer_indices,
+    _aten.index_put.default: _with_integer_indices,
+    _aten.index_put_.default: _with_integer_indices,
+    _aten._index_put_impl_.default: _with_integer_indices,
+    _aten.masked_select.default: _masked_select,
+    _aten._grouped_mm.default: _grouped_mm,
+}
 
 
 def no_value(func: Any) -> TargetError:

@@ -169,8 +169,9 @@ class AttentionMatcher:
             return
         if role == "attention_prob" and other.origin & _RANDOM:
             other.call, other.role = call, "attention_dropout"
+            self._keep(call, other)
             if other.random_p:
-                call.dropout_p = 1.0 - other.random_p
+                call.dropout_p = round(1.0 - other.random_p, 9)  # 0.1, not 1 - 0.9
         elif call.confirmed:
             _claim_mask(call, other)
         else:

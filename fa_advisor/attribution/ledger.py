@@ -5,7 +5,7 @@ Only the step with the highest peak is kept, so memory stays bounded however lon
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -92,15 +92,18 @@ class Ledger:
         self._hosts: set[int] = set()
         self._allocated = 0
         self._next_pseudo_sid = -1
+        self._inherits: Storage | None = None
         self._step = StepLog([], 0)
         self.best: StepLog | None = None
         self.steps = 0
 
-    def feed(self, events: Iterable[Event]) -> None:
+    def feed(self, events: Sequence[Event]) -> None:
         run, free = self._op, self._free
-        for event in events:
+        for index, event in enumerate(events):
             code = event[0]
             if code == 0:  # Code.OP and Code.FREE are nearly all of them
+                if event[3] is Phase.BACKWARD and event[1].name == "add":
+                    self._inherits = self._summed_into(event, events, index)
                 run(*event[1:])
             elif code == 1:
                 free(event[1])
@@ -154,6 +157,30 @@ class Ledger:
             self._step.peak_reserved_bytes = self._allocator.reserved
 
     # -- events -----------------------------------------------------------------------------
+
+    def _summed_into(self, event: Event, events: Sequence[Event], index: int) -> Storage | None:
+        """The gradient that autograd would have added to in place, had nobody watched.
+
+        Where two gradients meet, the engine adds into the one that nobody else holds; under a
+        dispatch mode it makes a third tensor and drops both. Seen here as a sum whose operand dies
+        before the next operator runs.
+        """
+        inputs, outputs = event[5], event[6]
+        if self._allocator is None or len(inputs) != 2 or len(outputs) != 1:
+            return None
+        sizes = {shape for _, shape in inputs} | {outputs[0][1]}
+        if len(sizes) != 1 or outputs[0][3] < 0:
+            return None
+        dying = set()
+        for later in events[index + 1 : index + 8]:
+            if later[0] != Code.FREE:
+                break
+            dying.add(later[1])
+        for sid, _ in inputs:
+            storage = self._storages.get(sid)
+            if sid in dying and storage is not None and storage.nbytes == outputs[0][3]:
+                return storage
+        return None
 
     def _op(
         self,
@@ -266,6 +293,10 @@ class Ledger:
     def _allocate(self, storage: Storage, phase: Phase) -> None:
         if storage.nbytes == 0:
             return
+        giver, self._inherits = self._inherits, None
+        if giver is not None and giver.block >= 0:
+            self._hand_over(giver, storage, phase)
+            return
         storage.block = self._allocator.allocate(storage.nbytes) if self._allocator else 0
         block = self._block_size(storage)
         self._allocated += block
@@ -276,6 +307,13 @@ class Ledger:
             step.peak_at = len(step.entries)
         if self._allocator is not None:
             step.peak_reserved_bytes = self._allocator.peak_reserved
+
+    def _hand_over(self, old: Storage, new: Storage, phase: Phase) -> None:
+        """The same block under a new storage."""
+        size = self._block_size(old)
+        new.block, old.block = old.block, -1
+        self._step.entries.append(Entry(old, -size, -old.nbytes, phase))
+        self._step.entries.append(Entry(new, size, new.nbytes, phase))
 
     def _release(self, storage: Storage) -> None:
         if storage.block < 0:

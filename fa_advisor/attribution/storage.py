@@ -93,7 +93,9 @@ class Storage:
         if self.label is not None:
             return self.label
         if self.call is not None and self.role is not None and self.call.find().confirmed:
-            return self.role
+            # A product in backward looks like S until it meets P: it was dP.
+            in_backward = self.role == "attention_score" and self.phase is Phase.BACKWARD
+            return "attention_grad" if in_backward else self.role
         if self.phase in (Phase.FORWARD, Phase.RECOMPUTE):
             kept = self.read_in_backward or self.escaped
             return "activation" if kept else "temporary"

@@ -121,7 +121,7 @@ class Dashboard(App[None]):
 
     def action_command_palette(self) -> None:
         """Textual's palette, with words that every terminal can show."""
-        if not CommandPalette.is_open(self):
+        if not isinstance(self.screen, CommandPalette):
             self.push_screen(CommandPalette(placeholder="part of a command's name"))
 
     def action_other_theme(self) -> None:

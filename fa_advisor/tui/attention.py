@@ -20,6 +20,7 @@ from fa_advisor.tui.table import Column, ReportTable, Row
 from fa_advisor.tui.wording import counted
 from fa_advisor.views.sizes import format_bytes
 
+PLACEHOLDER = "part of a name, source line, backend or reason; enter: done, escape: all"
 ORDERS: tuple[Callable[[AttentionSite], int | str] | None, ...] = (
     None,
     lambda site: -site.attention_bytes_at_peak,
@@ -44,18 +45,17 @@ class AttentionPane(Pane):
         super().__init__(report, glyphs)
         self._shown: dict[str, AttentionSite] = {}
         self._filter = ""
+        self._count = Static("", id="count", classes="note")
+        self._line = Input(placeholder=PLACEHOLDER, id="filter")
+        self._table = ReportTable(glyphs, id="sites")
+        self._about = Static("", id="about")
+        self._detail = Scroller(self._about, id="detail")
 
     def compose(self) -> ComposeResult:
         """Filter, table, detail."""
-        yield Static("", id="count", classes="note")
-        yield Input(
-            placeholder="part of a name, source line, backend or reason; enter: done, escape: all",
-            id="filter",
-        )
-        with Container(id="split"):
-            yield ReportTable(self.glyphs, id="sites")
-            with Scroller(id="detail"):
-                yield Static("", id="about")
+        yield self._count
+        yield self._line
+        yield Container(self._table, self._detail, id="split")
 
     def on_mount(self) -> None:
         """Fill the table."""
@@ -85,15 +85,14 @@ class AttentionPane(Pane):
             Column(f"B{self.glyphs.times}H{self.glyphs.times}N", optional=True),
         )
         self._table.fill(columns, [self._row(key, site) for key, site in self._shown.items()])
-        self._count(len(sites))
+        self._say(len(sites))
         self._describe()
 
     def action_filter(self) -> None:
         """Open the filter's line."""
         self._close_detail()
-        line = self.query_one("#filter", Input)
-        line.add_class("-shown")
-        line.focus()
+        self._line.add_class("-shown")
+        self._line.focus()
 
     def action_back(self) -> None:
         """Close the detail, else drop the filter."""
@@ -102,14 +101,6 @@ class AttentionPane(Pane):
         else:
             self._drop_filter()
         self._table.focus()
-
-    @property
-    def _table(self) -> ReportTable:
-        return self.query_one("#sites", ReportTable)
-
-    @property
-    def _detail(self) -> Scroller:
-        return self.query_one("#detail", Scroller)
 
     def _row(self, key: str, site: AttentionSite) -> Row:
         cells = (
@@ -122,7 +113,7 @@ class AttentionPane(Pane):
         )
         return Row(key, cells)
 
-    def _count(self, shown: int) -> None:
+    def _say(self, shown: int) -> None:
         every = len(self.report.sites)
         if not every:
             text = "No attention was seen in the measured step."
@@ -130,12 +121,12 @@ class AttentionPane(Pane):
             text = f"{shown} of {counted(every, 'site')} match {self.glyphs.name(self._filter)!r}"
         else:
             text = f"{counted(every, 'attention site')}, by {self.SORTS[self.sort]}"
-        self.query_one("#count", Static).update(Text(text))
+        self._count.update(Text(text))
 
     @on(DataTable.RowHighlighted, "#sites")
     def _describe(self) -> None:
         site = self._shown.get(self._table.current or "")
-        self.query_one("#about", Static).update(describe(site, self.glyphs) if site else "")
+        self._about.update(describe(site, self.glyphs) if site else "")
 
     @on(DataTable.RowSelected, "#sites")
     def _open_detail(self) -> None:
@@ -156,13 +147,12 @@ class AttentionPane(Pane):
 
     @on(Input.Submitted, "#filter")
     def _filter_done(self) -> None:
-        self.query_one("#filter", Input).set_class(bool(self._filter), "-shown")
+        self._line.set_class(bool(self._filter), "-shown")
         self._table.focus()
 
     def _drop_filter(self) -> None:
-        line = self.query_one("#filter", Input)
-        line.value = ""
-        line.remove_class("-shown")
+        self._line.value = ""
+        self._line.remove_class("-shown")
 
 
 def matches(site: AttentionSite, part: str) -> bool:

@@ -34,13 +34,17 @@ class MemoryPane(Pane):
         Binding("w", "other_table", "Panel", id="memory.other", tooltip="Go to the other table")
     ]
 
+    def __init__(self, report: Report, glyphs: Glyphs) -> None:
+        super().__init__(report, glyphs)
+        peak = report.memory.peak_allocated_bytes
+        self._categories = ReportTable(glyphs, id="categories")
+        self._modules = ModuleTable(report.modules, peak, glyphs, id="modules")
+        self._subject = Static("", id="subject", classes="note", markup=False)
+
     def compose(self) -> ComposeResult:
         """Two tables and the line about the module under the cursor."""
-        peak = self.report.memory.peak_allocated_bytes
-        with Container(id="tables"):
-            yield ReportTable(self.glyphs, id="categories")
-            yield ModuleTable(self.report.modules, peak, self.glyphs, id="modules")
-        yield Static("", id="subject", classes="note", markup=False)
+        yield Container(self._categories, self._modules, id="tables")
+        yield self._subject
 
     def on_mount(self) -> None:
         """Fill both tables."""
@@ -61,14 +65,6 @@ class MemoryPane(Pane):
         self.toggle_class("-categories")
         self.focus_here()
 
-    @property
-    def _categories(self) -> ReportTable:
-        return self.query_one("#categories", ReportTable)
-
-    @property
-    def _modules(self) -> ModuleTable:
-        return self.query_one("#modules", ModuleTable)
-
     @on(DataTable.RowHighlighted, "#modules")
     def _describe(self) -> None:
         """The full name and the categories of the module under the cursor."""
@@ -81,7 +77,7 @@ class MemoryPane(Pane):
             parts = ", ".join(f"{name} {format_bytes(count)}" for name, count in named)
             title = f"{self.glyphs.name(node.fqn) or node.name} {self.glyphs.name(node.type)}"
             text = f"{title.rstrip()}: {parts or 'nothing at the peak'}"
-        self.query_one("#subject", Static).update(text)
+        self._subject.update(text)
 
     @on(DataTable.RowSelected, "#categories")
     def _choose(self) -> None:

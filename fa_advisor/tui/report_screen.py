@@ -162,7 +162,6 @@ class ReportScreen(Screen[None]):
     @on(TabbedContent.TabActivated)
     def _switched(self) -> None:
         self.shown.focus_here()
-        self.refresh_bindings()
 
 
 def summary(report: Report, glyphs: Glyphs) -> str:

@@ -45,15 +45,18 @@ class RunScreen(Screen[None]):
         super().__init__()
         self._job, self._glyphs = job, glyphs
         self._started = time.monotonic()
+        self._stages = Static("", id="stages")
+        self._bar = Static("", id="bar")
+        self._log = Log(max_lines=LINES_KEPT)
 
     def compose(self) -> ComposeResult:
         """From top to bottom."""
         target = self._glyphs.name(self._job.request.target or "the bundled example")
         yield Static(f"fa-advisor  profiling {target}", classes="heading", markup=False)
-        yield Static("", id="stages")
-        yield Static("", id="bar")
+        yield self._stages
+        yield self._bar
         yield Static("output of the target", id="title")
-        yield Log(max_lines=LINES_KEPT)
+        yield self._log
         yield Footer()
 
     def help_sections(self) -> list[Section]:
@@ -78,13 +81,13 @@ class RunScreen(Screen[None]):
 
     def _tick(self) -> None:
         progress = self._job.progress
-        self.query_one("#stages", Static).update(self._stages(progress))
-        self.query_one("#bar", Static).update(self._bar(progress))
+        self._stages.update(self._stage_marks(progress))
+        self._bar.update(self._how_far(progress))
         fresh = self._job.fresh_lines()
         if fresh:
-            self.query_one(Log).write_lines(fresh)
+            self._log.write_lines(fresh)
 
-    def _stages(self, progress: Progress) -> Text:
+    def _stage_marks(self, progress: Progress) -> Text:
         """Each stage with its mark: done, running, to come."""
         now = STAGES.index(progress.stage)
         text = Text()
@@ -94,7 +97,7 @@ class RunScreen(Screen[None]):
             text.append(f"{mark} {stage}  ", "green" if done else "bold" if running else "dim")
         return text
 
-    def _bar(self, progress: Progress) -> Text:
+    def _how_far(self, progress: Progress) -> Text:
         """The bar of this stage, its note and the time since the start."""
         elapsed = int(time.monotonic() - self._started)
         clock = f"{elapsed // 60}:{elapsed % 60:02d}"

@@ -9,6 +9,8 @@ from textual.app import ComposeResult
 from textual.widgets import DataTable, Static
 
 from fa_advisor.records import TileBudget
+from fa_advisor.report import Report
+from fa_advisor.tui.look import Glyphs
 from fa_advisor.tui.pane import Pane
 from fa_advisor.tui.table import Column, ReportTable, Row
 from fa_advisor.tui.wording import counted, number
@@ -30,6 +32,11 @@ class TilesPane(Pane):
     ABOUT = "shared memory and registers of candidate tiles on this GPU"
     SORTS = ("the report's order", "shared memory", "occupancy", "what fits first")
 
+    def __init__(self, report: Report, glyphs: Glyphs) -> None:
+        super().__init__(report, glyphs)
+        self._table = ReportTable(glyphs, id="tiles")
+        self._about = Static("", id="about", classes="note", markup=False)
+
     def compose(self) -> ComposeResult:
         """The limit, the table, the sentence."""
         device = self.report.device
@@ -42,8 +49,8 @@ class TilesPane(Pane):
             classes="note",
             markup=False,
         )
-        yield ReportTable(self.glyphs, id="tiles")
-        yield Static("", id="about", classes="note", markup=False)
+        yield self._table
+        yield self._about
 
     def on_mount(self) -> None:
         """Fill the table."""
@@ -74,8 +81,7 @@ class TilesPane(Pane):
             Column("kernel", optional=True),
             Column("basis", optional=True),
         )
-        table = self.query_one(ReportTable)
-        table.fill(columns, [self._row(str(index), tile) for index, tile in tiles])
+        self._table.fill(columns, [self._row(str(index), tile) for index, tile in tiles])
         self._describe()
 
     def _row(self, key: str, tile: TileBudget) -> Row:
@@ -102,7 +108,7 @@ class TilesPane(Pane):
 
     @on(DataTable.RowHighlighted)
     def _describe(self) -> None:
-        key = self.query_one(ReportTable).current
+        key = self._table.current
         if key is None:
             return
         tile = self.report.budgets[int(key)]
@@ -121,7 +127,7 @@ class TilesPane(Pane):
         runs = f"{counted(tile.ctas_per_sm, 'CTA')} an SM, limited by {tile.limiter}"
         fails = f"does not fit: too much {tile.limiter}"
         end = runs if tile.fits else fails
-        self.query_one("#about", Static).update(f"{shape}: {taken}; {end}.")
+        self._about.update(f"{shape}: {taken}; {end}.")
 
 
 def _kib(count: int) -> str:

@@ -58,12 +58,19 @@ def classified(name: str, *shape: int) -> Callable[[], dict[str, Tensor]]:
 
 
 def decoder(
-    model: type[nn.Module], config: type[Any], *, kv: int = H, head_dim: int = D, **more: Any
+    model: type[nn.Module],
+    config: type[Any],
+    *,
+    kv: int = H,
+    head_dim: int = D,
+    implementations: tuple[str, ...] = BOTH,
+    **more: Any,
 ) -> Architecture:
     """A causal language model with the configuration names that most share."""
 
     def build(implementation: str) -> nn.Module:
         sizes: dict[str, Any] = {
+            "head_dim": head_dim,
             "vocab_size": VOCAB,
             "hidden_size": WIDTH,
             "intermediate_size": 2 * WIDTH,
@@ -82,6 +89,7 @@ def decoder(
         build=build,
         inputs=text(),
         attention=(Attention(count=LAYERS, kv_heads=kv, head_dim=head_dim),),
+        implementations=implementations,
     )
 
 

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-import samples
 from textual.app import App
 
+import samples
 from fa_advisor import records as r
 from fa_advisor.report import Report
 
@@ -134,11 +134,6 @@ REPORTS: dict[str, Callable[[], Report]] = {
     "large": large_report,
     "nasty": nasty_report,
 }
-
-
-@pytest.fixture(params=REPORTS)
-def any_report(request: pytest.FixtureRequest) -> Report:
-    return REPORTS[request.param]()
 
 
 @pytest.fixture
