@@ -10,6 +10,7 @@ under a bare FakeTensorMode and under the engine, with peak memory; each run in 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import json
 import os
@@ -55,7 +56,9 @@ def per_operator() -> dict[str, float]:
 
     torch.set_num_threads(1)
     model = nn.TransformerEncoder(
-        nn.TransformerEncoderLayer(32, 2, 64, dropout=0.1, batch_first=True), 4, enable_nested_tensor=False
+        nn.TransformerEncoderLayer(32, 2, 64, dropout=0.1, batch_first=True),
+        4,
+        enable_nested_tensor=False,
     )
     x = torch.randn(1, 8, 32)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
@@ -73,19 +76,19 @@ def per_operator() -> dict[str, float]:
         counter.count = 0
         steps(1)
     operators = counter.count
-    times: dict[str, list[float]] = {"plain": [], "bare": [], "engine": []}
-    for _ in range(7):
-        for name in times:
-            start = time.process_time()
-            if name == "plain":
+    modes: dict[str, Any] = {
+        "plain": contextlib.nullcontext,
+        "bare": Bare,
+        "engine": lambda: fa_advisor.record(model, optimizer),
+    }
+    times: dict[str, list[float]] = {name: [] for name in modes}
+    for _ in range(9):
+        for name, make in modes.items():
+            with make():
+                steps(1)
+                start = time.process_time()
                 steps(20)
-            elif name == "bare":
-                with Bare():
-                    steps(20)
-            else:
-                with fa_advisor.record(model, optimizer):
-                    steps(20)
-            times[name].append((time.process_time() - start) / 20 / operators * 1e6)
+                times[name].append((time.process_time() - start) / 20 / operators * 1e6)
     medians = {name: statistics.median(values) for name, values in times.items()}
     medians["operators_a_step"] = operators
     medians["time_ratio"] = medians["engine"] / medians["bare"]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fa_advisor.advice import Facts, advise
 from fa_advisor.attribution import peak as peaks
 from fa_advisor.attribution.ledger import StepLog
-from fa_advisor.budget import MAX_HEAD_DIM, best_tile, modelled_budgets
+from fa_advisor.budget import MAX_HEAD_DIM, modelled_budgets
 from fa_advisor.eligibility import Eligibility
 from fa_advisor.probes.device import environment
 from fa_advisor.records import (
@@ -16,7 +16,6 @@ from fa_advisor.records import (
     Memory,
     TargetSpec,
     TileBudget,
-    TileConfig,
 )
 from fa_advisor.report import Report
 
@@ -63,9 +62,6 @@ def assemble(
         unseen_bytes=unattributed,
     )
 
-    def tile_for(site: AttentionSite) -> TileConfig | None:
-        return best_tile(b for b in budgets if b.head_dim == site.head_dim and b.direction == "fwd")
-
     return Report(
         environment=environment(),
         device=device,
@@ -85,7 +81,7 @@ def assemble(
         modules=peaks.modules(peak.held, types),
         sites=sites,
         budgets=budgets,
-        advice=advise(facts, eligibility.best, tile_for),
+        advice=advise(facts, eligibility.best),
         ledger=peaks.rows(peak.held),
         notes=notes,
     )
@@ -99,5 +95,3 @@ def _budgets(sites: tuple[AttentionSite, ...], device: DeviceSpec) -> tuple[Tile
         if 1 <= head_dim <= MAX_HEAD_DIM:
             made += modelled_budgets(head_dim, dtype, device)
     return tuple(made)
-
-

@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +25,8 @@ DTYPES: dict[str, torch.dtype | None] = {
 _TOKENS = (torch.int64, torch.int32)
 
 
-class Placement(NamedTuple):
+@dataclass(frozen=True)
+class Placement:
     """`index` is the CUDA device's number, 0 elsewhere."""
 
     kind: Literal["cuda", "cpu", "fake"]

@@ -63,7 +63,7 @@ class Step:
         loss = loss_of(output)
         del output
         self._on_stage("backward")
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         del loss
         if self._optimizer is not None:
             self._on_stage("optimizer")

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 _watches: list[Watch] = []
 _library: torch.library.Library | None = None
-_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd  # type: ignore[attr-defined]
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 _KEYS = ("AutogradCPU", "CPU", "AutogradCUDA", "CUDA")
 
 
@@ -38,7 +38,7 @@ def observed_by(watch: Watch) -> Iterator[None]:
     global _library
     _watches.append(watch)
     if _library is None:
-        _library = torch.library.Library("aten", "IMPL")  # noqa: TOR901
+        _library = torch.library.Library("aten", "IMPL")
         for name, function in _OVERRIDES.items():
             for key in _KEYS:
                 _library.impl(name, function, key)
@@ -67,9 +67,7 @@ def sdpa(
     call = _describe(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
     backend = "math"
     for watch in _watches:
-        choice = choose(
-            call, watch.gpu, torch_version(), _cudnn_version(), disabled=_disabled()
-        )
+        choice = choose(call, watch.gpu, torch_version(), _cudnn_version(), disabled=_disabled())
         if fake and watch.fake is not None:
             backend = choice.backend
         watch.sdpa(
@@ -86,11 +84,11 @@ def sdpa(
         )
     try:
         if not fake:
-            if attn_mask is not None or is_causal:
-                if _runs_math(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa):
-                    return _math(
-                        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
-                    )
+            masked = attn_mask is not None or is_causal
+            if masked and _runs_math(
+                query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+            ):
+                return _math(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
             return aten.scaled_dot_product_attention.default._op_dk(
                 _COMPOSITE, query, key, value, attn_mask, dropout_p, is_causal,
                 scale=scale, enable_gqa=enable_gqa,
@@ -142,8 +140,7 @@ def _describe(
         mask_requires_grad=mask is not None and mask.requires_grad,
         mask_last_stride_one=mask is None or mask.ndim == 0 or mask.stride(-1) == 1,
         dropout_p=dropout_p,
-        requires_grad=torch.is_grad_enabled()
-        and any(t.requires_grad for t in (query, key, value)),
+        requires_grad=torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value)),
         enable_gqa=enable_gqa,
         ndim=query.ndim,
         last_stride_one=all(t.stride(-1) == 1 for t in (query, key, value)),
@@ -253,12 +250,12 @@ def _math(
     scores = query @ (key.transpose(-2, -1) * root)
     if mask is not None:
         scores.add_(mask)
-    probabilities = aten._safe_softmax.default(scores, -1)
+    probabilities: Tensor = aten._safe_softmax.default(scores, -1)
     del scores  # torch gives its name to the probabilities
     if dropout_p > 0.0:
         probabilities = F.dropout(probabilities, dropout_p, True)
     returned = probabilities.to(dtype)  # torch makes the weights it returns, wanted or not
-    out = (probabilities @ value).to(dtype)
+    out: Tensor = (probabilities @ value).to(dtype)
     del returned
     return out
 
@@ -297,7 +294,7 @@ class _FusedRmsNorm(torch.autograd.Function):
         return torch.empty_like(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Any:
         x, weight, _ = ctx.saved_tensors
         return torch.empty_like(x), None, None if weight is None else torch.empty_like(weight)
 
@@ -306,7 +303,7 @@ def _rms_norm(
     x: Tensor, shape: tuple[int, ...], weight: Tensor | None = None, eps: float | None = None
 ) -> Any:
     if isinstance(x, FakeTensor) and (weight is None or weight.dtype is x.dtype):
-        return _FusedRmsNorm.apply(x, tuple(shape), weight)
+        return _FusedRmsNorm.apply(x, tuple(shape), weight)  # type: ignore[no-untyped-call]
     return aten.rms_norm.default._op_dk(_COMPOSITE, x, shape, weight, eps)
 
 

@@ -1,4 +1,4 @@
-"""Which kind of operator each torch op is, by its schema and tags, and by name where those are silent."""
+"""Which kind of operator each torch op is: by schema and tags, by name where those are silent."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ _BY_NAME: dict[str, Kind] = {
     name: kind
     for kind, names in {
         Kind.VIEW: "_unsafe_view _reshape_alias detach alias",
-        Kind.RANDOM: "rand rand_like randn randn_like bernoulli bernoulli_ uniform_ normal_ randint",
+        Kind.RANDOM: (
+            "rand rand_like randn randn_like bernoulli bernoulli_ uniform_ normal_ randint"
+        ),
         Kind.ARANGE: "arange linspace",
         Kind.COMPARE: "le lt ge gt",
         Kind.EXP: "exp exp2 exp_",
@@ -68,7 +70,9 @@ def classify(func: Any) -> Op:
         return Op(f"{namespace}::{name}", Kind.COMMUNICATION, True, "")
     schema = getattr(func, "_schema", None)
     writes = bool(schema is not None and schema.is_mutable)
-    return Op(name if namespace == "aten" else f"{namespace}::{name}", _kind(func, name), writes, "")
+    return Op(
+        name if namespace == "aten" else f"{namespace}::{name}", _kind(func, name), writes, ""
+    )
 
 
 def _qualified(func: Any) -> tuple[str, str, str]:

@@ -10,31 +10,54 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable
+from enum import Enum
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fa_advisor.probes.events import Code, Event, Kind, Op, Phase, Scope
+from fa_advisor.probes.events import Code, Event, Kind, Op, Phase
 from fa_advisor.probes.lines import user_line
 from fa_advisor.probes.operators import classify
 from fa_advisor.probes.scopes import Scopes
 
-# Events are handed on in batches: the hot path only appends.
-BATCH = 4096
+# Events are handed on in batches: the hot path only appends. Small ones, so that an event is gone
+# before Python's garbage collector would count it among what lasts.
+BATCH = 128
 
-_CompositeImplicit = torch._C.DispatchKey.CompositeImplicitAutograd  # type: ignore[attr-defined]
+_CompositeImplicit = torch._C.DispatchKey.CompositeImplicitAutograd
 _current_node = torch._C._current_autograd_node
 _DTYPES: dict[torch.dtype, str] = {}
+
+
+class _Sort(Enum):
+    """What an argument is, by its type: asked so often that the answer is kept."""
+
+    TENSOR = 0
+    SEQUENCE = 1
+    OTHER = 2
+
+
+_SORTS: dict[type, _Sort] = {}
+
+
+def _learn_type(cls: type) -> _Sort:
+    if issubclass(cls, Tensor):
+        sort = _Sort.TENSOR
+    else:
+        sort = _Sort.SEQUENCE if cls in (list, tuple) else _Sort.OTHER
+    _SORTS[cls] = sort
+    return sort
 
 
 class _Ref(weakref.ref[Any]):
     """A weak reference to a storage that knows the storage's number."""
 
-    __slots__ = ("key", "nbytes", "sid")
+    __slots__ = ("key", "label", "nbytes", "sid")
 
     key: int
+    label: str
     nbytes: int
     sid: int
 
@@ -55,7 +78,7 @@ class OpStream(TorchDispatchMode):
         device_type: str | None = None,
         execute: Callable[..., Any] | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._sink = sink
         self._scopes = scopes
         self._device_type = device_type
@@ -97,13 +120,7 @@ class OpStream(TorchDispatchMode):
 
     def _record(self, op: Op, args: Any, kwargs: Any, out: Any) -> None:
         inputs: list[tuple[int, Any]] = []
-        for arg in args:
-            if isinstance(arg, Tensor):
-                sid = self._sid(arg)
-                if sid >= 0:
-                    inputs.append((sid, arg.shape))
-            elif type(arg) in (list, tuple):
-                self._inputs_in(arg, inputs)
+        self._inputs_in(args, inputs)
         if kwargs:
             self._inputs_in(kwargs.values(), inputs)
         outputs: list[tuple[int, Any, str, int]] = []
@@ -117,7 +134,7 @@ class OpStream(TorchDispatchMode):
         node = _current_node()
         if node is None:
             scope = self._scopes.current
-            phase = self.phase
+            phase: Phase = self.phase
         elif self._scopes.depth > 0:
             scope = self._scopes.current
             phase = Phase.RECOMPUTE
@@ -168,11 +185,14 @@ class OpStream(TorchDispatchMode):
 
     def _inputs_in(self, values: Any, inputs: list[tuple[int, Any]]) -> None:
         for value in values:
-            if isinstance(value, Tensor):
+            sort = _SORTS.get(type(value))
+            if sort is None:
+                sort = _learn_type(type(value))
+            if sort is _Sort.TENSOR:
                 sid = self._sid(value)
                 if sid >= 0:
                     inputs.append((sid, value.shape))
-            elif type(value) in (list, tuple):
+            elif sort is _Sort.SEQUENCE:
                 self._inputs_in(value, inputs)
 
     def _output(self, tensor: Tensor, outputs: list[tuple[int, Any, str, int]]) -> bool:
@@ -199,12 +219,14 @@ class OpStream(TorchDispatchMode):
         ref.sid = self._next_sid
         ref.key = storage._cdata
         ref.nbytes = nbytes
+        ref.label = ""
         self._next_sid += 1
         self._refs[ref.key] = ref
         return ref
 
     def _died(self, ref: Any) -> None:
-        if self._refs.get(ref.key) is ref:
+        known: Any = self._refs.get(ref.key)
+        if known is ref:
             del self._refs[ref.key]
         self._events.append((1, ref.sid))
 
@@ -248,7 +270,11 @@ class OpStream(TorchDispatchMode):
         """Say what a tensor's storage is; wrapper subclasses are labelled by their parts."""
         for part in parts(tensor):
             sid = self._sid(part)
-            if sid >= 0:
+            if sid < 0:
+                continue
+            ref = self._refs[part.untyped_storage()._cdata]
+            if ref.label != label:
+                ref.label = label
                 self._events.append((Code.LABEL, sid, label, fqn, triangular))
 
     def sid(self, tensor: Tensor) -> int:

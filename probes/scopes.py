@@ -72,7 +72,7 @@ class Scopes:
         self.current, self.depth = NOWHERE, 0
 
     def of_node(self, node: Any) -> Scope:
-        """The module whose forward made an autograd node; for a leaf's node the module of its owner."""
+        """The module whose forward made an autograd node."""
         at = bisect_right(self._numbers, node._sequence_nr()) - 1
         return self._boundary_scopes[at] if at >= 0 else NOWHERE
 

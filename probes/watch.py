@@ -121,6 +121,7 @@ class Watch:
         if parameter.grad is not None:
             self.stream.label(parameter.grad, "gradient", fqn)
         if parameter.requires_grad and parameter.is_leaf:
+
             def gradient_is_there(leaf: Tensor) -> None:
                 if leaf.grad is not None:
                     self.stream.label(leaf.grad, "gradient", fqn)
@@ -202,11 +203,13 @@ def _outline(value: Any) -> Any:
 @contextmanager
 def _unfused_mha() -> Iterator[None]:
     """nn.MultiheadAttention's inference fast path is one operator that nothing can see into, and
-    that has no shape rule for fake tensors: off, but on a GPU, where it runs as the user's would."""
+    that has no shape rule for fake tensors. Off, except on a GPU, where it is what users run."""
     enabled = torch.backends.mha.get_fastpath_enabled()
     detect = transformer._detect_is_causal_mask
 
-    def detect_without_values(mask: Tensor | None, is_causal: bool | None, size: Any) -> bool:
+    def detect_without_values(
+        mask: Tensor | None, is_causal: bool | None = None, size: int | None = None
+    ) -> bool:
         # nn.TransformerEncoder compares a mask with a causal one; a fake mask has no values.
         return bool(is_causal) if isinstance(mask, FakeTensor) else detect(mask, is_causal, size)
 

@@ -61,7 +61,7 @@ class CachingAllocator:
         return block.address
 
     def size_of(self, address: int) -> int:
-        """The size of a block in use: the request, rounded, plus what wasn't worth splitting off."""
+        """The size of a block in use: the request, rounded, and what wasn't worth splitting off."""
         return self._blocks[address].size
 
     def release(self, address: int) -> None:

@@ -72,6 +72,12 @@ class AttentionMatcher:
         extra: Any,
     ) -> None:
         handler = _HANDLERS.get(op.kind)
+        if phase is Phase.BACKWARD and handler is AttentionMatcher._flow:
+            for storage, _ in inputs:
+                if storage.call is not None:
+                    break
+            else:
+                return  # masks are made in forward, or in its recomputation
         if handler is not None and (inputs or op.kind <= Kind.ARANGE):
             handler(self, _Context(op, scope, phase, source, inputs, outputs, extra))
 
@@ -119,11 +125,6 @@ class AttentionMatcher:
             elif role != "attention_grad":
                 self._bystander(call, role, shape, other, other_shape, c.phase)
         if becomes_grad and call.confirmed:
-            for operand, _ in c.inputs:
-                if operand.call is not None and operand.role == "attention_score":
-                    owner = operand.call.find()
-                    if owner is call and operand.phase is Phase.BACKWARD:
-                        operand.role = "attention_grad"
             role = "attention_grad"
         if c.op.kind is Kind.EXP and role == "attention_score":
             call.softmaxed = True
@@ -146,6 +147,7 @@ class AttentionMatcher:
         drop.merged_into = keep
         keep.masks.extend(drop.masks)
         keep.softmaxed = keep.softmaxed or drop.softmaxed
+        keep.saved_bytes += drop.saved_bytes
         drop.masks = []
         return keep
 
@@ -158,7 +160,7 @@ class AttentionMatcher:
         other_shape: Shape,
         phase: Phase,
     ) -> None:
-        """A storage beside S or P in a pointwise op: a mask or bias if it is N x N, else nothing."""
+        """A storage beside S or P in a pointwise op: a mask or bias, if it is N x N."""
         if phase is Phase.BACKWARD or other.numel == 1:
             return
         over_keys = bool(other_shape) and shape[-1] == other_shape[-1] > 1
@@ -222,7 +224,7 @@ class AttentionMatcher:
                     self._keep(call, out)
                 return
             if operand.role == "attention_prob" and call.softmaxed:
-                if c.phase is not Phase.BACKWARD and not call.confirmed:
+                if not call.confirmed and (c.phase is not Phase.BACKWARD or self._ran(call)):
                     self._confirm(c, call, operand, shape, other, other_shape)
                 return
             if operand.role in ("attention_grad", "attention_dropout"):
@@ -251,6 +253,17 @@ class AttentionMatcher:
                 bias.call, bias.role = call, "attention_score"
             else:
                 self._bystander(call, "attention_score", shape, bias, bias_shape, c.phase)
+
+    def _ran(self, call: Call) -> bool:
+        """Is a recomputed call one that forward has shown to be attention?
+
+        Checkpointing stops a second run at the last tensor that backward needs, which may be
+        before the product with V.
+        """
+        return call.phase is Phase.RECOMPUTE and any(
+            (known.source, known.m, known.n) == (call.source, call.m, call.n)
+            for known in self.calls
+        )
 
     def _confirm(
         self,
@@ -326,10 +339,10 @@ class AttentionMatcher:
             return self._flow_origin(c)
         call = storage.call.find()
         for out, shape in c.outputs:
-            tail = shape[-2:]
-            if len(tail) == 2 and out.label is None and tail in ((call.m, call.n), (call.n, call.m)):
-                if call.m > 1 and call.n > 1:
-                    out.call, out.role = call, storage.role
+            tail = tuple(shape[-2:])
+            n_by_n = tail in ((call.m, call.n), (call.n, call.m)) and min(tail) > 1
+            if n_by_n and out.label is None:
+                out.call, out.role = call, storage.role
 
     def _gather(self, c: _Context) -> None:
         storage = c.inputs[0][0]
@@ -351,7 +364,10 @@ class AttentionMatcher:
             source or c.source, sdpa,
         )  # fmt: skip
         call.batch = shape[0] if len(shape) == 4 else 1
-        call.heads, call.kv_heads = _at(shape, head), _at(key_shape, head)
+        call.heads = _at(shape, head)
+        # Keys may have been repeated over the query heads on their way here.
+        call.kv_heads = _shared_heads(c.inputs[1][0]) if len(c.inputs) > 1 else 0
+        call.kv_heads = call.kv_heads or _at(key_shape, head)
         call.fused = c.op.backend
         if call.fused == "native":  # [batch, length, heads x head_dim], heads as an argument
             call.m, call.n = _at(shape, -2), _at(key_shape, -2)
@@ -374,6 +390,8 @@ class AttentionMatcher:
         """Remember whose backward will want this storage (the first call that touched it)."""
         if storage.saved_by is None and storage.label is None:
             storage.saved_by = call
+            if storage.read_in_backward:
+                call.saved_bytes += storage.nbytes
 
 
 _RANK: dict[Any, int] = {
@@ -461,6 +479,14 @@ def _read_extents(call: Call, shape: Shape, dim: int) -> None:
     if len(shape) < 2:
         return
     keys = shape[dim]
+    heads = call.scope.heads
+    rest = [*shape]
+    del rest[dim]
+    if len(shape) >= 4 and call.m not in rest and heads in rest[1:]:
+        # Products of chunks, put together to a band of keys a query before softmax (Longformer).
+        call.batch, call.heads = shape[0], heads
+        call.m, call.n = _extent(tuple(rest)) // max(1, shape[0] * heads), keys
+        return
     if (call.m, call.n) != (call.m, keys) and call.m == keys:
         call.m, call.n = call.n, call.m
     if len(shape) >= 4:
@@ -474,11 +500,12 @@ def _shared_heads(operand: Storage) -> int:
     """0, or minus the factor by which K or V was repeated over the query heads (repeat_kv)."""
     for storage in _copies(operand):
         for parent in storage.parents:
-            if parent.numel and storage.numel > parent.numel and storage.op != "cat":
+            if storage.op in _REPEATS and 0 < parent.numel < storage.numel:
                 return -(storage.numel // parent.numel)
     return 0
 
 
+_REPEATS = frozenset(("clone", "_to_copy", "repeat", "index_select"))
 # "mul": K is scaled on its way into the product (SDPA's math path scales both operands).
 _COPIES = frozenset(("clone", "_to_copy", "cat", "repeat", "index_select", "index_copy", "mul"))
 

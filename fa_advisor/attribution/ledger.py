@@ -5,7 +5,6 @@ Only the step with the highest peak is kept, so memory stays bounded however lon
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -93,13 +92,28 @@ class Ledger:
         self._allocated = 0
         self._next_pseudo_sid = -1
         self._inherits: Storage | None = None
+        self._waiting: list[Event] = []
         self._step = StepLog([], 0)
         self.best: StepLog | None = None
         self.steps = 0
 
-    def feed(self, events: Sequence[Event]) -> None:
+    def feed(self, events: list[Event]) -> None:
+        """Take in events. The last operator waits: what dies right after it belongs to it."""
+        events = self._waiting + events
+        last = len(events) - 1
+        while last > 0 and events[last][0] != Code.OP:
+            last -= 1
+        self._waiting = events[last:]
+        self._consume(events, last)
+
+    def _drain(self) -> None:
+        events, self._waiting = self._waiting, []
+        self._consume(events, len(events))
+
+    def _consume(self, events: list[Event], count: int) -> None:
         run, free = self._op, self._free
-        for index, event in enumerate(events):
+        for index in range(count):
+            event = events[index]
             code = event[0]
             if code == 0:  # Code.OP and Code.FREE are nearly all of them
                 if event[3] is Phase.BACKWARD and event[1].name == "add":
@@ -120,28 +134,33 @@ class Ledger:
             elif code == Code.SDPA:
                 self._matcher.enter_sdpa(*event[1:])
             elif code == Code.STEP:
-                self.end_step()
+                self._close_step()
             elif code == Code.FORWARD_END:
                 self._keep_kv_cache()
             if len(self._step.entries) > LOG_LIMIT:
-                self.end_step()
+                self._close_step()
 
     def storage(self, sid: int) -> Storage | None:
         """A storage that is alive now."""
+        self._drain()
         return self._storages.get(sid)
 
     def end_step(self) -> None:
         """Close the step; keep it if its peak is the highest so far."""
+        self._drain()
+        self._close_step()
+
+    def _close_step(self) -> None:
         step = self._step
         step.calls, self._matcher.calls = self._matcher.calls, []
         self.steps += 1
-        if step.entries or not self.best:
-            if self.best is None or step.peak_bytes > self.best.peak_bytes:
-                self.best = step
+        if self.best is None or (step.entries and step.peak_bytes > self.best.peak_bytes):
+            self.best = step
         self._begin_step()
 
     def start_measuring(self) -> None:
         """Forget the steps so far (warm-up); what is alive stays alive."""
+        self._drain()
         self.best = None
         self.steps = 0
         self._matcher.calls = []
@@ -158,7 +177,7 @@ class Ledger:
 
     # -- events -----------------------------------------------------------------------------
 
-    def _summed_into(self, event: Event, events: Sequence[Event], index: int) -> Storage | None:
+    def _summed_into(self, event: Event, events: list[Event], index: int) -> Storage | None:
         """The gradient that autograd would have added to in place, had nobody watched.
 
         Where two gradients meet, the engine adds into the one that nobody else holds; under a
@@ -230,9 +249,7 @@ class Ledger:
         if storage is not None:
             self._release(storage)
 
-    def _label(
-        self, sid: int, label: Category | str, fqn: str, triangular: bool = False
-    ) -> None:
+    def _label(self, sid: int, label: Category | str, fqn: str, triangular: bool = False) -> None:
         storage = self._storages.get(sid)
         if storage is None:
             return

@@ -97,22 +97,24 @@ def timeline(step: StepLog, points: int = TIMELINE_POINTS) -> tuple[TimelinePoin
     """Allocated bytes over the step, at most `points` + 2 of them, the peak always among them."""
     attention = {id(h.storage): h.block for h in step.baseline if h.storage.attention_call()}
     allocated, in_attention = step.start_bytes, sum(attention.values())
-    made = [TimelinePoint(t=0, phase="forward", allocated_bytes=allocated, attention_bytes=in_attention)]
+    made = [
+        TimelinePoint(t=0, phase="forward", allocated_bytes=allocated, attention_bytes=in_attention)
+    ]
     stride = max(1, -(-len(step.entries) // max(1, points)))
     best: TimelinePoint | None = None
     for index, (storage, block, _, phase) in enumerate(step.entries, 1):
         allocated += block
         if storage.attention_call() is not None:
             in_attention += block
-        if best is None or allocated > best.allocated_bytes or index == step.peak_at:
-            if best is None or best.t != step.peak_at:
-                best = TimelinePoint(
-                    t=index,
-                    phase=_PHASES[phase],
-                    allocated_bytes=allocated,
-                    attention_bytes=in_attention,
-                )
-        if index % stride == 0 or index == len(step.entries):
+        higher = best is None or allocated > best.allocated_bytes or index == step.peak_at
+        if higher and (best is None or best.t != step.peak_at):
+            best = TimelinePoint(
+                t=index,
+                phase=_PHASES[phase],
+                allocated_bytes=allocated,
+                attention_bytes=in_attention,
+            )
+        if best is not None and (index % stride == 0 or index == len(step.entries)):
             made.append(best)  # the highest of its stretch
             best = None
     return tuple(made)
@@ -242,6 +244,7 @@ def _site_key(call: Call) -> tuple[object, ...]:
 
 
 def form_of(call: Call) -> Form:
+    """How the model asks for attention."""
     if call.scope.type == "MultiheadAttention" or call.fused == "native":
         return "mha"
     if call.fused in ("flex", "flash_attn"):
@@ -250,6 +253,7 @@ def form_of(call: Call) -> Form:
 
 
 def backend_of(call: Call) -> str:
+    """What computes it: a fused kernel's name, SDPA's math path, or the model itself (eager)."""
     if call.fused:
         return call.fused
     return call.sdpa.backend if call.sdpa is not None else "eager"

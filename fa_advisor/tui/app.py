@@ -155,7 +155,7 @@ class Dashboard(App[None]):
 def _run(app: Dashboard) -> None:
     app.run()
     if app.interrupted:
-        raise Interrupted("interrupted: the dashboard was left")
+        raise Interrupted("interrupted")
     if app.return_code:
         raise FaAdvisorError(
             "the dashboard failed; the error is above",

@@ -44,8 +44,8 @@ class ProfileJob:
             self.error = error
         else:
             self.report = report
-        if self.cancel.is_set():
-            self.error = Interrupted("stopped before the run was done")
+        if self.cancel.is_set() and not isinstance(self.error, Interrupted):
+            self.error = Interrupted("interrupted as the run ended")
 
     @property
     def ended(self) -> bool:

@@ -123,7 +123,8 @@ class TilesPane(Pane):
         )
         if tile.registers_per_thread is not None:
             taken += f", {counted(tile.registers_per_thread, 'register')} a thread"
-            taken += f", {number(tile.spill_bytes)} bytes spilled"
+        if tile.spill_bytes is not None:
+            taken += f", {counted(tile.spill_bytes, 'byte')} spilled"
         runs = f"{counted(tile.ctas_per_sm, 'CTA')} an SM, limited by {tile.limiter}"
         fails = f"does not fit: too much {tile.limiter}"
         end = runs if tile.fits else fails
