@@ -1,6 +1,7 @@
 """What the engine costs: against bare modes, by model size, and by the number of operators.
 
-    python benchmarks/engine.py [-o benchmarks/results/engine.json] [--quick]
+    python benchmarks/engine.py          # writes benchmarks/results/engine.json
+    python benchmarks/engine.py --quick  # the per-operator part only, writes nothing
 
 CPU tensors: microseconds an operator, plain, under a bare TorchDispatchMode, and under the engine
 with its attribution. Fake tensors: the steps of Llama configs (bf16, 8,192 tokens, train, AdamW)
@@ -11,16 +12,15 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
 import json
-import os
-import platform
 import resource
 import statistics
 import subprocess
 import sys
 import time
 from typing import Any
+
+from provenance import write
 
 LLAMA: dict[str, dict[str, int]] = {
     "llama-3-8b": {
@@ -157,7 +157,6 @@ def in_process(*arguments: str) -> Any:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("-o", "--output")
     parser.add_argument("--quick", action="store_true", help="the per-operator part only")
     parser.add_argument("--one", nargs="+", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -181,22 +180,8 @@ def main() -> None:
         results["by_layers"] = {n: in_process("engine", "llama-3-8b", str(n)) for n in LAYERS}
         for n, row in results["by_layers"].items():
             print(f"{n} layers: {row['steps_s']:.2f} s, {row['steps_s'] / n * 1e3:.0f} ms a layer")
-    if args.output:
-        import torch
-
-        head = {
-            "question": __doc__,
-            "cpu": platform.processor() or platform.machine(),
-            "cores": os.cpu_count(),
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "commit": subprocess.run(
-                ["git", "rev-parse", "HEAD"], capture_output=True, text=True
-            ).stdout.strip(),
-            "date": datetime.date.today().isoformat(),
-        }
-        with open(args.output, "w") as file:
-            json.dump(head | results, file, indent=1)
+    if not args.quick:
+        print(write("engine", {"question": __doc__, **results}))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Does the report's peak equal the uninstrumented run's, and how much of it is explained?
 
-    python benchmarks/peaks.py [-o benchmarks/results/peaks.json]
+    python benchmarks/peaks.py          # writes benchmarks/results/peaks.json
 
 For each case, in a process of its own each: the plain run's `torch.cuda.max_memory_allocated`, the
 profiled run's report, and the estimate on fake tensors for the same GPU. Needs a GPU.
@@ -9,11 +9,13 @@ profiled run's report, and the estimate on fake tensors for the same GPU. Needs 
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+
+from provenance import write
 
 BATCH, LENGTH = 2, 1024
 CASES = [
@@ -99,7 +101,6 @@ def profiled(case: str, *, fake: bool) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("-o", "--output")
     parser.add_argument("--one", nargs=2, metavar=("KIND", "CASE"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
@@ -107,36 +108,34 @@ def main() -> None:
         result = plain(case) if kind == "plain" else profiled(case, fake=kind == "fake")
         print(json.dumps(result))
         return
-    rows = []
-    for case in CASES:
-        row: dict[str, Any] = {"case": case}
-        for kind in ("plain", "profiled", "fake"):
-            done = subprocess.run(
-                [sys.executable, __file__, "--one", kind, case], capture_output=True, text=True
-            )
-            if done.returncode:
-                print(done.stderr[-3000:], file=sys.stderr)
-            lines = done.stdout.strip().splitlines()
-            row[kind] = json.loads(lines[-1]) if done.returncode == 0 and lines else None
-        rows.append(row)
+    with ThreadPoolExecutor(4) as pool:
+        rows = list(pool.map(_row, CASES))
+    for row in rows:
         _show(row)
-    import torch
     import transformers
 
-    out = {
+    figures = {
         "question": __doc__,
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "commit": _commit(),
-        "date": datetime.date.today().isoformat(),
         "batch": BATCH,
         "length": LENGTH,
         "rows": rows,
     }
-    if args.output:
-        with open(args.output, "w") as file:
-            json.dump(out, file, indent=1)
+    print(write("peaks", figures))
+
+
+def _row(case: str) -> dict[str, Any]:
+    """One case, its three runs in processes of their own (they time nothing, so cases overlap)."""
+    row: dict[str, Any] = {"case": case}
+    for kind in ("plain", "profiled", "fake"):
+        done = subprocess.run(
+            [sys.executable, __file__, "--one", kind, case], capture_output=True, text=True
+        )
+        if done.returncode:
+            print(done.stderr[-3000:], file=sys.stderr)
+        lines = done.stdout.strip().splitlines()
+        row[kind] = json.loads(lines[-1]) if done.returncode == 0 and lines else None
+    return row
 
 
 def _show(row: dict[str, Any]) -> None:
@@ -151,11 +150,6 @@ def _show(row: dict[str, Any]) -> None:
         f" {f['backends']}",
         flush=True,
     )
-
-
-def _commit() -> str:
-    done = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True)
-    return done.stdout.strip() or "unknown"
 
 
 if __name__ == "__main__":

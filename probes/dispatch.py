@@ -131,7 +131,7 @@ def _describe(
         head_dim_v=extent(value, -1),
         num_heads=extent(query, -3),
         num_kv_heads=extent(key, -3),
-        batch=extent(query, -4),
+        batch=math.prod(query.shape[:-3]),
         seqlen_q=extent(query, -2),
         seqlen_k=extent(key, -2),
         is_causal=is_causal,

@@ -97,6 +97,8 @@ class FakeDevice:
                 f"{func} can't run on fake tensors (it has no shape rule)",
                 hint="profile with --device cpu or on a GPU with --device cuda",
             ) from error
+        if isinstance(out, tuple):
+            out = tuple(out)  # some shape rules return named tuples, which no operator does
         if self.building:
             # Module.to() swaps parameters, which a live weak reference forbids.
             memo = self.mode.fake_tensor_converter.meta_converter.tensor_memo

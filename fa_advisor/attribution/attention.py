@@ -241,7 +241,7 @@ class AttentionMatcher:
             shape[-2], shape[-1], a[1][-1], out.dtype, scope, c.phase, source or c.source, sdpa
         )
         call.batch = shape[0] if len(shape) == 3 else 1
-        call.kv_heads = _shared_heads(b[0])
+        call.kv_heads = _shared_heads(*b)
         for operand in (a[0], b[0]):
             self._keep(call, operand)
         _mark_kv(b[0])
@@ -282,7 +282,7 @@ class AttentionMatcher:
         _mark_kv(value)
         self._keep(call, value)
         if call.kv_heads == 0:
-            call.kv_heads = _shared_heads(value)
+            call.kv_heads = _shared_heads(value, value_shape)
         if call.scope.heads > 1 and call.heads == 1 and call.batch % call.scope.heads == 0:
             call.batch, call.heads = call.batch // call.scope.heads, call.scope.heads
         masks, call.masks = call.masks, []
@@ -366,7 +366,7 @@ class AttentionMatcher:
         call.batch = shape[0] if len(shape) == 4 else 1
         call.heads = _at(shape, head)
         # Keys may have been repeated over the query heads on their way here.
-        call.kv_heads = _shared_heads(c.inputs[1][0]) if len(c.inputs) > 1 else 0
+        call.kv_heads = _shared_heads(*c.inputs[1]) if len(c.inputs) > 1 else 0
         call.kv_heads = call.kv_heads or _at(key_shape, head)
         call.fused = c.op.backend
         if call.fused == "native":  # [batch, length, heads x head_dim], heads as an argument
@@ -479,25 +479,29 @@ def _read_extents(call: Call, shape: Shape, dim: int) -> None:
     if len(shape) < 2:
         return
     keys = shape[dim]
-    heads = call.scope.heads
+    known = call.scope.heads
     rest = [*shape]
     del rest[dim]
-    if len(shape) >= 4 and call.m not in rest and heads in rest[1:]:
+    if len(shape) >= 4 and call.m not in rest and known in rest[1:]:
         # Products of chunks, put together to a band of keys a query before softmax (Longformer).
-        call.batch, call.heads = shape[0], heads
-        call.m, call.n = _extent(tuple(rest)) // max(1, shape[0] * heads), keys
+        call.batch, call.heads = shape[0], known
+        call.m, call.n = _extent(tuple(rest)) // max(1, shape[0] * known), keys
         return
     if (call.m, call.n) != (call.m, keys) and call.m == keys:
         call.m, call.n = call.n, call.m
     if len(shape) >= 4:
-        heads = _extent(shape) // max(1, shape[0] * call.m * keys)
-        call.batch, call.heads = shape[0], max(1, heads)
+        batch, heads = shape[0], _extent(shape) // max(1, shape[0] * call.m * keys)
+        if len(shape) > 4 and known > 1 and heads % known == 0:  # windows beside the heads
+            batch, heads = batch * heads // known, known
+        call.batch, call.heads = batch, max(1, heads)
     elif len(shape) == 3:
         call.batch = shape[0]
 
 
-def _shared_heads(operand: Storage) -> int:
+def _shared_heads(operand: Storage, shape: Shape) -> int:
     """0, or minus the factor by which K or V was repeated over the query heads (repeat_kv)."""
+    if 0 < operand.numel < _extent(shape):  # a single head, expanded without a copy
+        return -(_extent(shape) // operand.numel)
     for storage in _copies(operand):
         for parent in storage.parents:
             if storage.op in _REPEATS and 0 < parent.numel < storage.numel:

@@ -7,7 +7,7 @@ counted twice shows.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -71,7 +71,6 @@ def decoder(
 
     def build(implementation: str) -> nn.Module:
         sizes: dict[str, Any] = {
-            "head_dim": head_dim,
             "vocab_size": VOCAB,
             "hidden_size": WIDTH,
             "intermediate_size": 2 * WIDTH,
@@ -83,6 +82,8 @@ def decoder(
             "bos_token_id": 1,
             "eos_token_id": 2,
         }
+        if head_dim != D:
+            sizes["head_dim"] = head_dim
         return model(config(**{**sizes, **more}, attn_implementation=implementation))
 
     return Architecture(
@@ -139,7 +140,7 @@ SELF = Attention(count=LAYERS)
 
 DECODERS = (
     decoder(hf.LlamaForCausalLM, hf.LlamaConfig, kv=2),
-    decoder(hf.MistralForCausalLM, hf.MistralConfig, kv=2, sliding_window=16, head_dim=D),
+    decoder(hf.MistralForCausalLM, hf.MistralConfig, kv=2, sliding_window=16),
     decoder(hf.Qwen2ForCausalLM, hf.Qwen2Config, kv=2),
     decoder(hf.Qwen3ForCausalLM, hf.Qwen3Config, kv=2, head_dim=16),
     decoder(hf.Gemma2ForCausalLM, hf.Gemma2Config, kv=1, head_dim=16, sliding_window=16, implementations=EAGER),
@@ -165,11 +166,14 @@ DECODERS = (
     decoder(hf.CohereForCausalLM, hf.CohereConfig, kv=2),
     decoder(hf.GraniteForCausalLM, hf.GraniteConfig, kv=2),
     decoder(hf.Starcoder2ForCausalLM, hf.Starcoder2Config, kv=2),
-    decoder(
-        hf.DeepseekV3ForCausalLM, hf.DeepseekV3Config, n_routed_experts=4,
-        num_experts_per_tok=2, n_group=1, topk_group=1, moe_intermediate_size=32, kv_lora_rank=16,
-        q_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8,
-        first_k_dense_replace=1,
+    replace(
+        decoder(
+            hf.DeepseekV3ForCausalLM, hf.DeepseekV3Config, n_routed_experts=4,
+            num_experts_per_tok=2, n_group=1, topk_group=1, moe_intermediate_size=32,
+            kv_lora_rank=16, q_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8,
+            first_k_dense_replace=1,
+        ),
+        attention=(Attention(count=LAYERS, head_dim=16),),
     ),
 )  # fmt: skip
 
@@ -184,7 +188,7 @@ ENCODERS = (
     of(hf.AlbertForMaskedLM, lambda: hf.AlbertConfig(**ENCODER, embedding_size=16), text(), Attention(count=1)),
     of(hf.EsmForMaskedLM, lambda: hf.EsmConfig(**ENCODER, mask_token_id=3, position_embedding_type="rotary"), text(), SELF),
     of(hf.ModernBertForMaskedLM, lambda: hf.ModernBertConfig(**ENCODER, local_attention=16, global_attn_every_n_layers=2, cls_token_id=1, sep_token_id=2), text(), SELF),
-    of(hf.LongformerForMaskedLM, lambda: hf.LongformerConfig(**ENCODER, attention_window=16), text(), implementations=EAGER),
+    of(hf.LongformerForMaskedLM, lambda: hf.LongformerConfig(**ENCODER, attention_window=16), text(), Attention(count=LAYERS, k=17), implementations=EAGER),
     of(hf.MambaForCausalLM, lambda: hf.MambaConfig(vocab_size=VOCAB, hidden_size=WIDTH, state_size=8, num_hidden_layers=LAYERS), text(), implementations=EAGER),
     of(hf.T5ForConditionalGeneration, lambda: hf.T5Config(vocab_size=VOCAB, d_model=WIDTH, d_kv=D, d_ff=64, num_layers=LAYERS, num_heads=H, decoder_start_token_id=0),
        lambda: {"input_ids": torch.randint(5, VOCAB, (B, L)), "labels": torch.randint(5, VOCAB, (B, 24))},

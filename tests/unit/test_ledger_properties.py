@@ -70,7 +70,7 @@ class OutVariant(Layer):
     def forward(self, x: Tensor) -> Tensor:
         y = self.linear(x)
         with torch.no_grad():
-            grown = x.new_empty(0)
+            grown = y.new_empty(0)
             torch.mul(y, 0.5, out=grown)
             fits = torch.empty_like(grown)
             torch.add(grown, grown, out=fits)
@@ -81,7 +81,7 @@ class Resized(Layer):
     """A storage that is emptied and filled again, as FSDP does."""
 
     def forward(self, x: Tensor) -> Tensor:
-        held = x.new_zeros(64, C)
+        held = self.linear.weight.new_zeros(64, C)
         size = held.untyped_storage().nbytes()
         held.untyped_storage().resize_(0)
         y = self.linear(x)
