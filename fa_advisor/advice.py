@@ -63,8 +63,8 @@ def advise(facts: Facts, eligible: Eligible) -> Advice:
         verdict=verdict,
         summary=_summary(facts, verdict, owners, without),
         counterfactual_peak_bytes=without,
-        max_seq_len=_limit(facts, facts.seq_len, quadratic=True),
-        max_batch_size=_limit(facts, facts.batch_size, quadratic=False),
+        max_seq_len=_limit(facts, facts.seq_len, eligible, quadratic=True),
+        max_batch_size=_limit(facts, facts.batch_size, eligible, quadratic=False),
         recommendations=recommendations(
             facts.sites,
             Situation(
@@ -116,8 +116,9 @@ def _size(nbytes: int) -> str:
     return f"{nbytes / 2**20:.2f} MiB"
 
 
-def _limit(facts: Facts, size: int | None, *, quadratic: bool) -> Limit:
-    """The largest length or batch that fits the GPU: the step as it ran, and without N x N."""
+def _limit(facts: Facts, size: int | None, eligible: Eligible, *, quadratic: bool) -> Limit:
+    """The largest length or batch that fits the GPU: the step as it ran, and without N x N, where
+    some site could do without on this GPU."""
     if not size:
         return Limit(now=None, advised=None)
     budget = facts.device.total_memory_bytes - facts.unseen_bytes
@@ -128,4 +129,6 @@ def _limit(facts: Facts, size: int | None, *, quadratic: bool) -> Limit:
         )
         return None if scale is None or math.isinf(scale) else int(scale * size)
 
-    return Limit(now=largest(True), advised=largest(False))
+    avoidable = any(eligible(site)[0] != "math" for site in facts.sites)
+    now = largest(True)
+    return Limit(now=now, advised=largest(False) if avoidable else now)

@@ -184,11 +184,20 @@ class OpStream(TorchDispatchMode):
         return ref.sid
 
     def _inputs_in(self, values: Any, inputs: list[tuple[int, Any]]) -> None:
+        refs, everywhere = self._refs, self._device_type is None
         for value in values:
             sort = _SORTS.get(type(value))
             if sort is None:
                 sort = _learn_type(type(value))
             if sort is _Sort.TENSOR:
+                if everywhere:  # the common case of `_sid`, without the call
+                    try:
+                        ref = refs.get(value.untyped_storage()._cdata)
+                    except (NotImplementedError, RuntimeError):
+                        continue
+                    if ref is not None:
+                        inputs.append((ref.sid, value.shape))
+                        continue
                 sid = self._sid(value)
                 if sid >= 0:
                     inputs.append((sid, value.shape))

@@ -111,6 +111,7 @@ class AttentionMatcher:
         assert call is not None
         call = call.find()
         role = storage.role
+        _unfold_queries(call, storage, shape)
         # A product that meets P or a dropout mask inside backward is dP.
         becomes_grad = role != "attention_grad" and c.phase is Phase.BACKWARD
         for other, other_shape in c.inputs:
@@ -213,7 +214,12 @@ class AttentionMatcher:
     # -- the products -----------------------------------------------------------------------
 
     def _product(self, c: _Context) -> None:
-        a, b = c.inputs[-2], c.inputs[-1]
+        factors = c.inputs
+        if len(factors) > 2:  # out= is an argument, but no factor
+            factors = [f for f in factors if not any(f[0] is out for out, _ in c.outputs)]
+        if len(factors) < 2:
+            return
+        a, b = factors[-2], factors[-1]
         for (operand, shape), (other, other_shape) in ((a, b), (b, a)):
             if operand.call is None or operand.role in (None, "attention_mask"):
                 continue
@@ -237,9 +243,8 @@ class AttentionMatcher:
         if len(shape) < 2 or len(a[1]) < 2 or out.label is not None:
             return
         sdpa, scope, source = self._sdpa or (None, c.scope, c.source)
-        call = Call(
-            shape[-2], shape[-1], a[1][-1], out.dtype, scope, c.phase, source or c.source, sdpa
-        )
+        source = source or c.source or out.source  # the last: where out='s buffer was made
+        call = Call(shape[-2], shape[-1], a[1][-1], out.dtype, scope, c.phase, source, sdpa)
         call.batch = shape[0] if len(shape) == 3 else 1
         call.kv_heads = _shared_heads(*b)
         for operand in (a[0], b[0]):
@@ -247,8 +252,8 @@ class AttentionMatcher:
         _mark_kv(b[0])
         out.call, out.role = call, "attention_score"
         self._keep(call, out)
-        if len(c.inputs) == 3:  # baddbmm and its like add a bias to the product
-            bias, bias_shape = c.inputs[0]
+        if len(factors) == 3:  # baddbmm and its like add a bias to the product
+            bias, bias_shape = factors[0]
             if bias.op.startswith("empty"):
                 bias.call, bias.role = call, "attention_score"
             else:
@@ -297,6 +302,7 @@ class AttentionMatcher:
         call = storage.call.find()
         if c.phase is not Phase.BACKWARD:
             call.softmaxed = True
+            _unfold_queries(call, storage, shape)
             dim = c.extra if isinstance(c.extra, int) else -1
             _read_extents(call, shape, dim)
             for other, other_shape in c.inputs[1:]:
@@ -472,6 +478,18 @@ def _has_both(shape: Shape, m: int, n: int) -> bool:
         extents.remove(m)
         return n in extents
     return False
+
+
+def _unfold_queries(call: Call, scores: Storage, shape: Shape) -> None:
+    """Heads that share K are folded into the queries of the product (einsum does so): take them
+    out again where S is seen as [..., heads, m, n]."""
+    if len(shape) < 3 or shape[-1] != call.n or call.m in (shape[-2], 1) or call.confirmed:
+        return
+    heads, rest = divmod(call.m, max(1, shape[-2]))
+    if rest or shape[-3] != heads or _extent(shape) != scores.numel:
+        return
+    call.m = shape[-2]
+    call.kv_heads = -heads
 
 
 def _read_extents(call: Call, shape: Shape, dim: int) -> None:

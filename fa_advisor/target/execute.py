@@ -7,6 +7,7 @@ import importlib.machinery
 import importlib.util
 import os
 import sys
+import traceback
 from pathlib import Path
 from types import ModuleType
 
@@ -20,7 +21,7 @@ def run_file(path: Path, argv: tuple[str, ...]) -> ModuleType:
     Its folder comes first on sys.path, sys.argv is its own, and it is in sys.modules, so that
     pickle, dataclasses and typing find what it defines. No bytecode is written beside it.
 
-    Raises: UsageError where it can't be read; TargetError with what it raises.
+    Raises: UsageError where it can't be read or compiled; TargetError with what it raises.
     """
     location = os.path.abspath(path)
     loader = importlib.machinery.SourceFileLoader(_module_name(path), location)
@@ -35,8 +36,15 @@ def run_file(path: Path, argv: tuple[str, ...]) -> ModuleType:
     sys.path.insert(0, os.path.dirname(os.path.realpath(location)))
     sys.argv[:] = [os.fspath(path), *argv]
     sys.modules[module.__name__] = module
+    try:
+        code = loader.source_to_code(source, location)
+    except (SyntaxError, ValueError) as error:  # ValueError: null bytes
+        raise UsageError(
+            f"{path.name} is not valid Python: {error}",
+            detail="".join(traceback.format_exception_only(type(error), error)).rstrip(),
+        ) from None
     with target_code(path.name):
-        exec(loader.source_to_code(source, location), module.__dict__)
+        exec(code, module.__dict__)
     # A module may put something else in its place, as with any import.
     return sys.modules.get(module.__name__, module)
 

@@ -44,7 +44,13 @@ class Naive:
         if fitting:
             _, address, blocks, block = min(fitting, key=lambda f: f[:2])
         else:
-            length = 2 * MIB if small else 20 * MIB if size < 10 * MIB else -(-size // (2 * MIB)) * 2 * MIB
+            length = (
+                2 * MIB
+                if small
+                else 20 * MIB
+                if size < 10 * MIB
+                else -(-size // (2 * MIB)) * 2 * MIB
+            )
             address, block = self.end, [0, length, 0]
             blocks = [block]
             self.segments.append((address, small, blocks))
@@ -124,7 +130,9 @@ class Machine(RuleBasedStateMachine):
         for _, _, blocks in self.naive.segments:
             assert len(blocks) == 1
         # Largest first: each takes a whole segment of its own pool.
-        for size in sorted((b[0][1] for _, small, b in self.naive.segments if not small), reverse=True):
+        for size in sorted(
+            (b[0][1] for _, small, b in self.naive.segments if not small), reverse=True
+        ):
             assert self.ours.size_of(self.ours.allocate(size)) == size
         for _, small, _ in self.naive.segments:
             if small:

@@ -22,7 +22,13 @@ from fa_advisor.report import Report
 
 B, H, N, D = 2, 4, 32, 16
 C = H * D
-ATTENTION = ("attention_score", "attention_prob", "attention_mask", "attention_dropout", "attention_grad")
+ATTENTION = (
+    "attention_score",
+    "attention_prob",
+    "attention_mask",
+    "attention_dropout",
+    "attention_grad",
+)
 
 
 def tokens(*shape: int) -> Tensor:
@@ -74,7 +80,9 @@ class Einsum(Projected):
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         scores = torch.einsum("bhid,bhjd->bhij", q, k)  # S
         future = torch.triu(torch.ones(N, N, dtype=torch.bool), 1)
-        return torch.einsum("bhij,bhjd->bhid", scores.masked_fill(future, -torch.inf).softmax(-1), v)
+        return torch.einsum(
+            "bhij,bhjd->bhid", scores.masked_fill(future, -torch.inf).softmax(-1), v
+        )
 
 
 class Baddbmm(Projected):
@@ -271,6 +279,43 @@ class GroupedSdpa(Projected):
         return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)  # S
 
 
+class GroupedEinsum(Projected):
+    """Query heads that share K are folded into the queries: [B, KV, G x N, D] by [B, KV, D, N]."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q = q.view(B, self.kv, H // self.kv, N, D)
+        scores = torch.einsum("bkgid,bkjd->bkgij", q, k)  # S
+        weights = scores.masked_fill(torch.ones(N, N).triu(1).bool(), -1e9).softmax(-1)
+        return torch.einsum("bkgij,bkjd->bkgid", weights, v).reshape(B, H, N, D)
+
+
+class MultiQueryEinsum(Projected):
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k, v = k.squeeze(1), v.squeeze(1)
+        scores = torch.einsum("bhid,bjd->bhij", q, k)  # S
+        weights = scores.masked_fill(torch.ones(N, N).triu(1).bool(), -1e9).softmax(-1)
+        return torch.einsum("bhij,bjd->bhid", weights, v)
+
+
+class MultiQuery(Projected):
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.softmax(q @ k.mT, -1) @ v  # S
+
+
+class IntoBuffer(Projected):
+    """S into a buffer of the user's by `out=`, without gradients."""
+
+    @torch.no_grad()
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            f(x).view(B, N, H, D).transpose(1, 2).reshape(-1, N, D)
+            for f in (self.q, self.k, self.v)
+        )
+        scores = q.new_empty(B * H, N, N)  # S
+        torch.bmm(q, k.mT, out=scores)
+        return torch.bmm(scores.softmax(-1), v)
+
+
 class Sdpa(Projected):
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)  # S
@@ -421,6 +466,9 @@ FORMS: dict[str, tuple[Callable[[], nn.Module], Any, tuple[int, ...], Flags]] = 
     "sagan": (Sagan, pixels(), (B, 1, 1, 64, 64, 4), {}),
     "repeat_interleave": (lambda: RepeatInterleave(2), tokens(), GROUPED, {}),
     "expand, reshape": (lambda: ExpandReshape(2), tokens(), GROUPED, {}),
+    "grouped einsum": (lambda: GroupedEinsum(2), tokens(), GROUPED, CAUSAL),
+    "multi-query einsum": (lambda: MultiQueryEinsum(1), tokens(), (B, H, 1, N, N, D), CAUSAL),
+    "multi-query": (lambda: MultiQuery(1), tokens(), (B, H, 1, N, N, D), {}),
     "enable_gqa": (lambda: GroupedSdpa(2), tokens(), GROUPED, {"form": "sdpa"}),
     "sdpa": (Sdpa, tokens(), SAME, {"form": "sdpa", "is_causal": True}),
     "chunked": (Chunked, tokens(), (B, H, H, N // 4, N, D), {"calls": 4}),
@@ -684,6 +732,13 @@ def test_is_attention(name: str, mode: Any) -> None:
         assert site.saved_for_backward_bytes == 0
     else:
         assert site.saved_for_backward_bytes > 0
+
+
+def test_scores_into_a_buffer() -> None:
+    report = fa_advisor.profile(IntoBuffer(), tokens(), mode="infer")
+    (site,) = report.sites
+    assert shape(site) == FOLDED and not site.has_mask
+    assert site.source == line_of_s(IntoBuffer())
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])

@@ -63,9 +63,7 @@ class Projected(nn.Module):
 
     def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         batch = x.shape[0]
-        q, k, v = (
-            f(x).view(batch, -1, H, D).transpose(1, 2) for f in (self.q, self.k, self.v)
-        )
+        q, k, v = (f(x).view(batch, -1, H, D).transpose(1, 2) for f in (self.q, self.k, self.v))
         return q, k, v
 
     def forward(self, x: Tensor) -> Tensor:
@@ -248,9 +246,7 @@ class Weights(nn.Module):
 # Training: as nanoGPT's, without its mask.
 MHA_WEIGHTS = (
     Expected(score=X, prob=X),
-    Expected(
-        "backward", prob=2 * X, dropout=X / 4, grad=X, saved=2 * X + X / 4 + Z + 3 * Z
-    ),
+    Expected("backward", prob=2 * X, dropout=X / 4, grad=X, saved=2 * X + X / 4 + Z + 3 * Z),
 )
 
 
@@ -440,9 +436,7 @@ def test_sdpa_on_the_math_backend(is_causal: bool) -> None:
     report = fa_advisor.profile(Model(), tokens(B, N), mode="train", optimizer="none")
     site = check(
         report,
-        Expected(
-            "backward", prob=2 * X, dropout=X / 4, grad=X, saved=2 * X + X / 4 + 3 * Z
-        ),
+        Expected("backward", prob=2 * X, dropout=X / 4, grad=X, saved=2 * X + X / 4 + 3 * Z),
     )
     assert (site.form, site.backend) == ("sdpa", "math")
 

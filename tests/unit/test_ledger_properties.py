@@ -1,4 +1,4 @@
-"""What must hold of the ledger for any model: random small ones, run on the CPU and on fake tensors.
+"""What must hold of the ledger for any model: random small ones, on the CPU and on fake tensors.
 
 The op stream's raw events are replayed here in the plainest way, and the ledger must agree.
 """
@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import pytest
-import samples
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
@@ -18,6 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import fa_advisor
+import samples
 from fa_advisor.attribution.ledger import Ledger
 from fa_advisor.attribution.peak import peak_of
 from fa_advisor.probes.events import Code, Event
@@ -267,7 +267,11 @@ def check(report: Report, model: nn.Module) -> None:
 
 
 @settings(max_examples=EXAMPLES)
-@given(drawn=MODELS, mode=st.sampled_from(["infer", "train"]), optimizer=st.sampled_from(["adamw", "sgd", "none"]))
+@given(
+    drawn=MODELS,
+    mode=st.sampled_from(["infer", "train"]),
+    optimizer=st.sampled_from(["adamw", "sgd", "none"]),
+)
 def test_profile_on_fake_tensors_adds_up(drawn: Drawn, mode: Any, optimizer: Any) -> None:
     model = drawn.model()
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -376,6 +380,8 @@ def test_fake_and_cpu_agree(layer: str, mode: Any) -> None:
                 with torch.no_grad():
                     model(x)
     real = recording.report
-    ours = {k: v for k, v in fake.memory.categories.items() if k not in ("workspace", "allocator_slack")}
+    ours = {
+        k: v for k, v in fake.memory.categories.items() if k not in ("workspace", "allocator_slack")
+    }
     theirs = {k: v for k, v in real.memory.categories.items() if k != "allocator_slack"}
     assert ours == theirs

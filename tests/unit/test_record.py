@@ -21,7 +21,13 @@ from fa_advisor.errors import UsageError
 from fa_advisor.report import Report
 
 B, N, C, H = 2, 32, 24, 3
-OVERRIDDEN = ("scaled_dot_product_attention", "dropout", "softmax.int", "log_softmax.int", "rms_norm")
+OVERRIDDEN = (
+    "scaled_dot_product_attention",
+    "dropout",
+    "softmax.int",
+    "log_softmax.int",
+    "rms_norm",
+)
 
 
 class Attention(nn.Module):

@@ -304,8 +304,8 @@ def test_two_candidates_are_named(write: Write, code: str) -> None:
 
 def test_syntax_error_keeps_its_caret(write: Write) -> None:
     write("def build_model(:\n    pass")
-    raised = error(TargetError)
-    assert raised.message.startswith("model.py raised SyntaxError: ")
+    raised = error(UsageError)  # it can't be used: nothing of it ran
+    assert raised.message.startswith("model.py is not valid Python: ")
     assert "def build_model(:" in raised.detail and "^" in raised.detail
     assert "Traceback" not in raised.detail and "fa_advisor" not in raised.detail
 

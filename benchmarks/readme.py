@@ -1,0 +1,88 @@
+"""Writes the README's figures from the files under benchmarks/results/.
+
+    python benchmarks/readme.py
+
+Each stands between `<!-- figures: NAME -->` and `<!-- end -->`; tests/unit/test_readme.py holds
+the README to them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from fa_advisor.report import load
+from fa_advisor.views.text import to_text
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+RESULTS = ROOT / "benchmarks" / "results"
+_BLOCK = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def demo() -> str:
+    """The report of the bundled example, down to its attention sites."""
+    text = to_text(load(RESULTS / "demo.json"), width=96)
+    shown = text.split("\nWHY NOT")[0].rstrip()
+    return f"```\n{shown}\n```\n"
+
+
+def peaks() -> str:
+    """The peaks table: plain run, report, and the estimate without a GPU."""
+    result = _read("peaks")
+    rows = [
+        "| model | plain run's peak | report's peak | explained | estimated without a GPU |",
+        "|---|---|---|---|---|",
+    ]
+    for row in result["rows"]:
+        plain, seen, fake = row["plain"]["peak"], row["profiled"], row["fake"]["peak"]
+        explained = 1 - seen["unattributed"] / seen["peak"]
+        rows.append(
+            f"| {row['case'].replace('-', ', ')} | {plain / 2**20:,.1f} MiB"
+            f" | {seen['peak'] / 2**20:,.1f} MiB | {explained:.1%}"
+            f" | {fake / 2**20:,.1f} MiB ({fake / plain - 1:+.2%}) |"
+        )
+    where = result["provenance"]
+    rows.append(
+        f"\n{where['gpu']}, torch {where['torch']}, transformers {result['transformers']}, bf16,"
+        f" batch {result['batch']}, {result['length']:,} tokens, {where['date']}."
+    )
+    return "\n".join(rows) + "\n"
+
+
+def engine() -> str:
+    """What a profile without a GPU costs."""
+    result = _read("engine")
+    rows = [
+        "| two training steps, 8,192 tokens, AdamW, no GPU | time | memory | against bare fake tensors |",
+        "|---|---|---|---|",
+    ]
+    for name in ("llama-3-8b", "llama-3-70b"):
+        row = result[name]
+        rows.append(
+            f"| {name} | {row['engine']['steps_s']:.1f} s | {row['engine']['rss_gib']:.2f} GiB"
+            f" | {row['ratio']:.2f}x |"
+        )
+    where = result["provenance"]
+    rows.append(f"\n{where['cores']} cores, torch {where['torch']}, {where['date']}.")
+    return "\n".join(rows) + "\n"
+
+
+FIGURES: dict[str, Callable[[], str]] = {"demo": demo, "peaks": peaks, "engine": engine}
+
+
+def rendered(text: str) -> str:
+    """The README with every figure written anew."""
+    return _BLOCK.sub(lambda m: m[1] + FIGURES[m[2]]() + m[3], text)
+
+
+def _read(name: str) -> dict[str, Any]:
+    data: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
+    return data
+
+
+if __name__ == "__main__":
+    README.write_text(rendered(README.read_text()))
