@@ -6,43 +6,34 @@ the Python API, in the user's own process.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
-from fa_advisor.assemble import Measured, assemble
 from fa_advisor.attribution.ledger import Ledger
 from fa_advisor.attribution.storage import Origin
-from fa_advisor.errors import TargetError, UsageError
+from fa_advisor.errors import UsageError
+from fa_advisor.measure import OnProgress, Run
 from fa_advisor.placement import (
     DTYPES,
     Placement,
     dtype_of,
     move,
     resolve,
-    sizes_of,
-    specs_of,
     state_kept,
 )
-from fa_advisor.probes.device import advise_for, outside_allocator_bytes
-from fa_advisor.probes.events import Event
+from fa_advisor.probes.device import advise_for
 from fa_advisor.probes.fake import FakeDevice
 from fa_advisor.probes.masks import mark_triangular
-from fa_advisor.probes.opstream import torch_version
 from fa_advisor.probes.watch import Watch
 from fa_advisor.recording import record
-from fa_advisor.records import DeviceSpec, Mode, ProfileRequest, Progress, TargetSpec
+from fa_advisor.records import DeviceSpec, Mode, ProfileRequest, Progress
 from fa_advisor.report import Report
-from fa_advisor.steps import OptimizerName, Step, make_optimizer
+from fa_advisor.steps import OptimizerName
 from fa_advisor.target import load, synthesise, target_code
 
 __all__ = ["profile", "profile_target", "record"]
-
-OnProgress = Callable[[Progress], None]
 
 
 def profile_target(request: ProfileRequest, progress: OnProgress) -> Report:
@@ -77,7 +68,7 @@ def profile_target(request: ProfileRequest, progress: OnProgress) -> Report:
             )
         asked = dtype_of(model) if dtype is not None else None
         args, kwargs = move((args, kwargs), placement, asked)
-    run = _Run(
+    run = Run(
         model=model,
         args=args,
         kwargs=kwargs,
@@ -125,7 +116,7 @@ def profile(
     else:
         args, kwargs = _as_call(inputs)
     subject = model if fake is None else fake.copy_of(model)
-    run = _Run(
+    run = Run(
         model=subject,
         args=args,
         kwargs=kwargs,
@@ -148,151 +139,6 @@ def _as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(inputs, dict):
         return (), inputs
     return (tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)), {}
-
-
-@dataclass
-class _Run:
-    """A model with its inputs, on the device where it runs."""
-
-    model: nn.Module
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    mode: Mode
-    optimizer: OptimizerName
-    placement: Placement
-    fake: FakeDevice | None
-    device: DeviceSpec
-    label: str
-    progress: OnProgress
-
-    def measure(
-        self, *, wrap: Callable[[], AbstractContextManager[None]], lr: float
-    ) -> Callable[[str | None, str, int | None, tuple[str, ...]], Report]:
-        """Two steps, the second measured. `wrap` is put around the user's code."""
-        on_cuda = self.placement.kind == "cuda"
-        ledger = Ledger(
-            modelled=not on_cuda,
-            total_memory_bytes=self.device.total_memory_bytes,
-            workspace_bytes=0 if on_cuda else _workspace_bytes(self.device),
-        )
-        watch = Watch(
-            self._reporting(ledger.feed),
-            self.device,
-            device_type="cuda" if on_cuda else None,
-            fake=self.fake,
-        )
-        self._watch = watch
-        training = self.model.training
-        self.model.train(self.mode == "train")
-        try:
-            with watch:
-                self._run_twice(watch, ledger, wrap, lr)
-            measured = self._measured() if on_cuda else None
-        finally:
-            self.model.train(training)
-        ledger.end_step()
-        step = ledger.best
-        if step is None or not watch.stream.op_count:
-            raise TargetError("the model ran no operator, so there is nothing to profile")
-        self.progress(Progress(stage="analyse"))
-
-        def report_of(
-            path: str | None, name: str, seq_len: int | None, notes: tuple[str, ...]
-        ) -> Report:
-            batch, length = sizes_of((self.args, self.kwargs))
-            report = assemble(
-                step=step,
-                types=watch.scopes.types,
-                device=self.device,
-                target=TargetSpec(
-                    path=path,
-                    name=name,
-                    mode=self.mode,
-                    dtype=str(dtype_of(self.model)).removeprefix("torch."),
-                    batch_size=batch,
-                    seq_len=seq_len or length,
-                    parameters=sum(p.numel() for p in self.model.parameters()),
-                    trainable_parameters=sum(
-                        p.numel() for p in self.model.parameters() if p.requires_grad
-                    ),
-                    inputs=specs_of(self.model, self.args, self.kwargs),
-                ),
-                torch_version=torch_version(),
-                measured=measured,
-                notes=notes,
-            )
-            self.progress(Progress(stage="done"))
-            return report
-
-        return report_of
-
-    def _run_twice(
-        self,
-        watch: Watch,
-        ledger: Ledger,
-        wrap: Callable[[], AbstractContextManager[None]],
-        lr: float,
-    ) -> None:
-        watch.add_model(self.model)
-        watch.add_inputs((self.args, self.kwargs))
-        optimizer = None
-        if self.mode == "train":
-            foreach = None if self.placement.kind == "cuda" else True
-            optimizer = make_optimizer(self.model, self.optimizer, foreach=foreach, lr=lr)
-        step = Step(self.model, self.args, self.kwargs, self.mode, optimizer, self._stage)
-        self._total: int | None = None
-        with wrap():
-            self._begin("warmup", 0)
-            step.run()
-        watch.stream.flush()
-        self._total = watch.stream.op_count
-        ledger.start_measuring()
-        if self.placement.kind == "cuda":
-            torch.cuda.synchronize(self.placement.index)
-            torch.cuda.reset_peak_memory_stats(self.placement.index)
-        with wrap():
-            self._begin("measure", watch.stream.op_count)
-            step.run()
-
-    def _measured(self) -> Measured:
-        index = self.placement.index
-        torch.cuda.synchronize(index)
-        reserved = torch.cuda.max_memory_reserved(index)
-        return Measured(
-            peak_allocated_bytes=torch.cuda.max_memory_allocated(index),
-            peak_reserved_bytes=reserved,
-            outside_allocator_bytes=outside_allocator_bytes(
-                index, torch.cuda.memory_reserved(index)
-            ),
-        )
-
-    # -- progress ------------------------------------------------------------------------------
-
-    def _begin(self, stage: Any, op_count: int) -> None:
-        self._stage_name, self._base, self._note = stage, op_count, ""
-
-    def _stage(self, note: str) -> None:
-        self._note = note
-        self._tell()
-
-    def _tell(self) -> None:
-        done = self._watch.stream.op_count - self._base
-        total = max(self._total, done) if self._total else None
-        self.progress(Progress(stage=self._stage_name, note=self._note, done=done, total=total))
-
-    def _reporting(self, sink: Callable[[list[Event]], None]) -> Callable[[list[Event]], None]:
-        def feed(events: list[Event]) -> None:
-            sink(events)
-            if self._stage_name:
-                self._tell()
-
-        self._stage_name = ""
-        return feed
-
-
-def _workspace_bytes(device: DeviceSpec) -> int:
-    """cuBLAS's workspace for a handle and stream, as torch asks for it (CUDABlas' defaults)."""
-    return 32 * 2**20 if device.capability[0] == 9 else 8_519_680
 
 
 class _building:

@@ -44,13 +44,12 @@ class Naive:
         if fitting:
             _, address, blocks, block = min(fitting, key=lambda f: f[:2])
         else:
-            length = (
-                2 * MIB
-                if small
-                else 20 * MIB
-                if size < 10 * MIB
-                else -(-size // (2 * MIB)) * 2 * MIB
-            )
+            if small:
+                length = 2 * MIB
+            elif size < 10 * MIB:
+                length = 20 * MIB
+            else:
+                length = -(-size // (2 * MIB)) * 2 * MIB
             address, block = self.end, [0, length, 0]
             blocks = [block]
             self.segments.append((address, small, blocks))
