@@ -27,7 +27,7 @@ from fa_advisor.probes.scopes import Scopes
 BATCH = 128
 
 _CompositeImplicit = torch._C.DispatchKey.CompositeImplicitAutograd
-_current_node = torch._C._current_autograd_node
+_current_node: Callable[[], Any] = torch._C._current_autograd_node
 _DTYPES: dict[torch.dtype, str] = {}
 
 
