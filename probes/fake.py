@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -83,7 +84,10 @@ class FakeDevice:
         return self._fake(func, types, args, kwargs)
 
     def _by_rule(self, rule: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        func, args, kwargs = rule(func, args, kwargs)
+        call = rule(func, args, kwargs)
+        if isinstance(call, Tensor):
+            return call
+        func, args, kwargs = call
         out = self._fake(func, types, args, kwargs)
         return self._draws.draw(func, args, kwargs, out) if func in CHOOSERS else out
 
@@ -112,7 +116,7 @@ class FakeDevice:
         inputs += [t for t in _tensors(kwargs.values()) if isinstance(t, Tensor)]
         if any(t.device.type == "meta" for t in inputs):
             return func(*args, **kwargs)
-        if inputs and _is_view(func):
+        if inputs and (_is_view(func) or _changes(func)):
             return func(*args, **kwargs)
         self._draws.note_reads(inputs)
         elements = sum(t.numel() for t in inputs)
@@ -220,6 +224,14 @@ def _masked_select(func: Any, args: Any, kwargs: Any) -> _Call:
     return _aten.new_empty.default, (source, size), {}
 
 
+def _all_finite(func: Any, args: Any, kwargs: Any) -> _Call | Tensor:
+    """isnan, isinf: nothing that a model checks is, so that the check passes."""
+    source = args[0]
+    if source.numel() > REAL_INTEGERS:
+        return func, args, kwargs
+    return torch.zeros(source.shape, dtype=torch.bool)
+
+
 def _grouped_mm(func: Any, args: Any, kwargs: Any) -> _Call:
     """The products of groups of rows, for every dtype; torch's own rule knows bfloat16 alone.
 
@@ -250,6 +262,8 @@ _RULES: dict[Any, Any] = {
     _aten._index_put_impl_.default: _with_integer_indices,
     _aten.masked_select.default: _masked_select,
     _aten._grouped_mm.default: _grouped_mm,
+    _aten.isnan.default: _all_finite,
+    _aten.isinf.default: _all_finite,
 }
 
 
@@ -264,8 +278,14 @@ def no_value(func: Any) -> TargetError:
     )
 
 
+_READERS = (Tensor.numpy, Tensor.__array__, Tensor.tolist)
+
+
 class CudaAsCpu(TorchFunctionMode):
-    """Reads `cuda` as this device, so that code written for a GPU runs where there is none."""
+    """Reads `cuda` as this device, so that code written for a GPU runs where there is none.
+
+    Also answers, or refuses, what asks a fake tensor for its value behind the dispatcher's back.
+    """
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -275,6 +295,10 @@ class CudaAsCpu(TorchFunctionMode):
             kwargs = {**kwargs, "device": "cpu"}
         if func is Tensor.cuda:
             return args[0]
+        if func in _READERS and isinstance(args[0], FakeTensor):
+            raise no_value(f"Tensor.{func.__name__}")
+        if func is Tensor.__format__ and isinstance(args[0], FakeTensor) and args[0].ndim == 0:
+            return format(math.nan, args[1])  # only shown: the value that isn't there
         if func is Tensor.to and any(_is_cuda(a) for a in args[1:]):
             args = tuple("cpu" if _is_cuda(a) else a for a in args)
         return func(*args, **kwargs)
@@ -324,6 +348,11 @@ def _written_arguments(func: Any) -> tuple[int, ...]:
         for index, argument in enumerate(schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     )
+
+
+def _changes(func: Any) -> bool:
+    schema = getattr(func, "_schema", None)
+    return schema is not None and schema.is_mutable
 
 
 def _is_view(func: Any) -> bool:

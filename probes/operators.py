@@ -37,6 +37,11 @@ _BY_NAME: dict[str, Kind] = {
     }.items()
     for name in names.split()
 }
+# Asked of tensors whose class answers for itself (jagged ones): nothing is computed.
+_QUESTIONS = frozenset(
+    "sym_size sym_stride sym_numel sym_storage_offset size stride numel dim is_contiguous"
+    " is_strides_like_format is_non_overlapping_and_dense layout".split()
+)
 _FUSED: dict[str, str] = {
     "_scaled_dot_product_flash_attention": "flash",
     "_scaled_dot_product_flash_attention_for_cpu": "flash",
@@ -56,7 +61,7 @@ _FUSED: dict[str, str] = {
 def classify(func: Any) -> Op:
     """The `Op` of an OpOverload or a higher-order operator."""
     namespace, _, name = _qualified(func)
-    if namespace == "prim":  # questions about a tensor, such as its device
+    if namespace == "prim" or name in _QUESTIONS:
         return Op(name, Kind.VIEW, False, "")
     if name in _FUSED:
         return Op(name, Kind.FUSED_ATTENTION, False, _FUSED[name])

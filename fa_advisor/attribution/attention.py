@@ -301,8 +301,8 @@ class AttentionMatcher:
             return
         call = storage.call.find()
         if c.phase is not Phase.BACKWARD:
-            call.softmaxed = True
             _unfold_queries(call, storage, shape)
+            call.softmaxed = True
             dim = c.extra if isinstance(c.extra, int) else -1
             _read_extents(call, shape, dim)
             for other, other_shape in c.inputs[1:]:
@@ -483,7 +483,7 @@ def _has_both(shape: Shape, m: int, n: int) -> bool:
 def _unfold_queries(call: Call, scores: Storage, shape: Shape) -> None:
     """Heads that share K are folded into the queries of the product (einsum does so): take them
     out again where S is seen as [..., heads, m, n]."""
-    if len(shape) < 3 or shape[-1] != call.n or call.m in (shape[-2], 1) or call.confirmed:
+    if len(shape) < 3 or shape[-1] != call.n or call.m in (shape[-2], 1) or call.softmaxed:
         return
     heads, rest = divmod(call.m, max(1, shape[-2]))
     if rest or shape[-3] != heads or _extent(shape) != scores.numel:
