@@ -251,6 +251,9 @@ def _math(
     if mask is not None:
         scores.add_(mask)
     probabilities: Tensor = aten._safe_softmax.default(scores, -1)
+    if scores.device.type == "cpu":
+        with torch.no_grad():  # the masked rows that it looks for inside, in memory all the same
+            scores.isneginf().all(-1, True)
     del scores  # torch gives its name to the probabilities
     if dropout_p > 0.0:
         probabilities = F.dropout(probabilities, dropout_p, True)

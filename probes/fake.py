@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._higher_order_ops.flex_attention import flex_attention, flex_attention_backward
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -38,6 +39,7 @@ REAL_INTEGERS = 1 << 24
 REAL_FLOATS = 1 << 22
 REAL_WEIGHTS = 1 << 20
 _device_of = torch.ops.prim.device.default
+_FLEX = (flex_attention, flex_attention_backward)
 # Below this many, an op on real tensors isn't sized first: no op makes much of so little.
 TINY_ELEMENTS = 64
 
@@ -69,6 +71,8 @@ class FakeDevice:
     def execute(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if func is _device_of:
             return args[0].fake_device if FakeTensor in types else func(*args)
+        if func in _FLEX:
+            return _flex(func, args)
         if FakeTensor not in types:
             return self._from_real(func, types, args, kwargs)
         written = self._written.get(func)
@@ -78,6 +82,12 @@ class FakeDevice:
             target = args[written[0]] if written[0] < len(args) else None
             if isinstance(target, Tensor) and not isinstance(target, FakeTensor):
                 return target  # a real tensor can't take in values that don't exist
+        out = kwargs.get("out")
+        if isinstance(out, Tensor) and not isinstance(out, FakeTensor):
+            rest = {name: value for name, value in kwargs.items() if name != "out"}
+            with self.mode:
+                shape = func.overloadpacket(*args, **rest).shape
+            return out if out.shape == shape else out.resize_(shape)
         rule = _RULES.get(func)
         if rule is not None:
             return self._by_rule(rule, func, types, args, kwargs)
@@ -279,6 +289,23 @@ def no_value(func: Any) -> TargetError:
 
 
 _READERS = (Tensor.numpy, Tensor.__array__, Tensor.tolist)
+
+
+def _flex(func: Any, args: Any) -> Any:
+    """What flex_attention's compiled kernels make on a GPU: no S, no P."""
+    query, key, value = args[:3]
+    if func is flex_attention_backward:
+        return (
+            torch.empty_like(query), torch.empty_like(key), torch.empty_like(value),
+            tuple(None for _ in args[-2] or ()),
+        )  # fmt: skip
+    rows = query.shape[:-1]
+    out = query.new_empty((*rows, value.shape[-1]))
+    return (
+        out,
+        query.new_empty(rows, dtype=torch.float32),
+        query.new_empty(rows, dtype=torch.float32),
+    )
 
 
 class CudaAsCpu(TorchFunctionMode):

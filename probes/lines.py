@@ -6,6 +6,7 @@ import os
 from types import CodeType, FrameType
 
 import torch
+import torch.utils.checkpoint
 
 import fa_advisor
 
@@ -35,3 +36,12 @@ def user_line(frame: FrameType | None) -> tuple[str, int] | None:
 
 def _of_a_library(file: str) -> bool:
     return file.startswith(_LIBRARY) and not file.startswith(_EXAMPLES)
+
+
+def in_checkpoint(frame: FrameType | None) -> bool:
+    """Does torch.utils.checkpoint stand among the callers?"""
+    while frame is not None:
+        if frame.f_code.co_filename == torch.utils.checkpoint.__file__:
+            return True
+        frame = frame.f_back
+    return False

@@ -21,7 +21,7 @@ _BY_NAME: dict[str, Kind] = {
         Kind.COPY: "clone _to_copy copy_ copy contiguous",
         Kind.POINTWISE: (
             "masked_fill masked_fill_ where nan_to_num clamp native_dropout_backward threshold"
-            " tanh_backward mul_ add_ sub_ div_"
+            " tanh_backward mul_ add_ sub_ div_ isneginf _log_softmax"
         ),
         Kind.RESHAPING: (
             "cat stack constant_pad_nd roll flip repeat slice_backward select_backward"
@@ -30,7 +30,9 @@ _BY_NAME: dict[str, Kind] = {
         Kind.TRIANGULAR: "tril triu tril_ triu_",
         Kind.MATMUL: "mm bmm addmm baddbmm addbmm baddbmm_ addmm_",
         Kind.SOFTMAX: "_softmax _safe_softmax _masked_softmax softmax",
-        Kind.SOFTMAX_BACKWARD: "_softmax_backward_data _masked_softmax_backward",
+        Kind.SOFTMAX_BACKWARD: (
+            "_softmax_backward_data _masked_softmax_backward _log_softmax_backward_data"
+        ),
         Kind.DROPOUT: "native_dropout _fused_dropout",
         Kind.REDUCTION: "sum mean amax amin max min",
         Kind.INDEX: "embedding index index_select gather take_along_dim",

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fa_advisor.probes.events import Code, Event, Kind, Op, Phase
-from fa_advisor.probes.lines import user_line
+from fa_advisor.probes.lines import in_checkpoint, user_line
 from fa_advisor.probes.operators import classify
 from fa_advisor.probes.scopes import Scopes
 
@@ -137,6 +137,9 @@ class OpStream(TorchDispatchMode):
             phase: Phase = self.phase
         elif self._scopes.depth > 0:
             scope = self._scopes.current
+            phase = Phase.RECOMPUTE
+        elif torch.is_grad_enabled() and in_checkpoint(sys._getframe(2)):
+            scope = self._scopes.of_node(node)  # a function's recomputation enters no module
             phase = Phase.RECOMPUTE
         else:
             scope = self._scopes.of_node(node)

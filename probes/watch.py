@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.attention import flex_attention as flex
 from torch.nn.modules import transformer
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
@@ -78,7 +79,7 @@ class Watch:
             if self.fake is not None:
                 stack.enter_context(cuda_calls_as_cpu())
             if self._device_type != "cuda":
-                stack.enter_context(_unfused_mha())
+                stack.enter_context(_taken_apart())
             stack.enter_context(self.stream)
             stack.callback(self.stream.flush)
         except BaseException:
@@ -201,7 +202,7 @@ def _outline(value: Any) -> Any:
 
 
 @contextmanager
-def _unfused_mha() -> Iterator[None]:
+def _taken_apart() -> Iterator[None]:
     """nn.MultiheadAttention's inference fast path is one operator that nothing can see into, and
     that has no shape rule for fake tensors. Off, except on a GPU, where it is what users run."""
     enabled = torch.backends.mha.get_fastpath_enabled()
@@ -213,12 +214,20 @@ def _unfused_mha() -> Iterator[None]:
         # nn.TransformerEncoder compares a mask with a causal one; a fake mask has no values.
         return bool(is_causal) if isinstance(mask, FakeTensor) else detect(mask, is_causal, size)
 
+    validate, uncompiled = flex._validate_device, flex._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG
+    # flex_attention compiles itself, and no mode may watch that; on the CPU it refuses to train.
+    flex._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = True
+    flex._validate_device = lambda query, key, value: (
+        None if isinstance(query, FakeTensor) else validate(query, key, value)
+    )
     torch.backends.mha.set_fastpath_enabled(False)
     transformer._detect_is_causal_mask = detect_without_values
     try:
         yield
     finally:
         transformer._detect_is_causal_mask = detect
+        flex._validate_device = validate
+        flex._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = uncompiled
         torch.backends.mha.set_fastpath_enabled(enabled)
 
 

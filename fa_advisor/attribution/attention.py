@@ -315,7 +315,7 @@ class AttentionMatcher:
         if len(c.inputs) < 2:
             return
         (grad, _), (prob, _) = c.inputs[0], c.inputs[1]
-        if prob.call is None or prob.role != "attention_prob":
+        if prob.call is None or prob.role not in ("attention_prob", "attention_score"):
             return
         call = prob.call.find()
         if grad.call is not None and grad.role != "attention_grad":

@@ -462,7 +462,6 @@ def test_sdpa_on_the_math_backend(is_causal: bool) -> None:
     assert (site.form, site.backend) == ("sdpa", "math")
 
 
-@pytest.mark.xfail(reason="_safe_softmax's own temporaries aren't seen", strict=True)
 def test_sdpa_on_the_math_backend_looks_for_masked_rows() -> None:
     """Its softmax holds S == -inf, a byte an element, beside S and P until it is done."""
     report = fa_advisor.profile(MathSdpa(), tokens(B, N), mode="infer")

@@ -464,7 +464,6 @@ def test_fake_and_cpu_agree(layer: str, mode: Any) -> None:
     assert ours == theirs
 
 
-@pytest.mark.xfail(reason="a real tensor keeps its shape as a fake out=", strict=True)
 def test_out_into_a_small_tensor_of_the_users() -> None:
     """Small tensors are real among fake ones; `out=` gives one a new shape all the same."""
 
