@@ -41,8 +41,20 @@ _BY_NAME: dict[str, Kind] = {
 }
 # Asked of tensors whose class answers for itself (jagged ones): nothing is computed.
 _QUESTIONS = frozenset(
-    "sym_size sym_stride sym_numel sym_storage_offset size stride numel dim is_contiguous"
-    " is_strides_like_format is_non_overlapping_and_dense layout".split()
+    [
+        "sym_size",
+        "sym_stride",
+        "sym_numel",
+        "sym_storage_offset",
+        "size",
+        "stride",
+        "numel",
+        "dim",
+        "is_contiguous",
+        "is_strides_like_format",
+        "is_non_overlapping_and_dense",
+        "layout",
+    ]
 )
 _FUSED: dict[str, str] = {
     "_scaled_dot_product_flash_attention": "flash",

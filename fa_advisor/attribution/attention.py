@@ -12,6 +12,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from fa_advisor.attribution.extents import (
+    at,
+    claim_mask,
+    common_scope,
+    elements,
+    mark_kv,
+    mixes_heads,
+    read_extents,
+    shared_heads,
+    spans,
+    unfold_queries,
+)
 from fa_advisor.attribution.storage import MAX_ANCESTRY, Call, Origin, Shape, Storage
 from fa_advisor.probes.events import Kind, Op, Phase, Scope, SdpaFacts
 
@@ -111,7 +123,7 @@ class AttentionMatcher:
         assert call is not None
         call = call.find()
         role = storage.role
-        _unfold_queries(call, storage, shape)
+        unfold_queries(call, storage, shape)
         # A product that meets P or a dropout mask inside backward is dP.
         becomes_grad = role != "attention_grad" and c.phase is Phase.BACKWARD
         for other, other_shape in c.inputs:
@@ -129,10 +141,10 @@ class AttentionMatcher:
             role = "attention_grad"
         if c.op.kind is Kind.EXP and role == "attention_score":
             call.softmaxed = True
-            _read_extents(call, shape, -1)
+            read_extents(call, shape, -1)
             role = "attention_prob"
         for out, out_shape in c.outputs:
-            if out.label is None and _extent(out_shape) * 2 >= _extent(shape):
+            if out.label is None and elements(out_shape) * 2 >= elements(shape):
                 out.call, out.role = call, role
                 self._keep(call, out)
 
@@ -168,7 +180,7 @@ class AttentionMatcher:
         if role == "attention_score" and over_keys and shape[-1] in (call.m, call.n):
             call.has_mask = True
             call.causal = call.causal or bool(other.origin & _TRIANGULAR)
-        if not _spans(call, shape, other_shape, other.numel) or other.label is not None:
+        if not spans(call, shape, other_shape, other.numel) or other.label is not None:
             return
         if role == "attention_prob" and other.origin & _RANDOM:
             other.call, other.role = call, "attention_dropout"
@@ -176,7 +188,7 @@ class AttentionMatcher:
             if other.random_p:
                 call.dropout_p = round(1.0 - other.random_p, 9)  # 0.1, not 1 - 0.9
         elif call.confirmed:
-            _claim_mask(call, other)
+            claim_mask(call, other)
         else:
             call.masks.append(other)
 
@@ -224,7 +236,7 @@ class AttentionMatcher:
             if operand.call is None or operand.role in (None, "attention_mask"):
                 continue
             call = operand.call.find()
-            if other.origin & _PARAMETER and _mixes_heads(call, shape):
+            if other.origin & _PARAMETER and mixes_heads(call, shape):
                 for out, _ in c.outputs:
                     out.call, out.role = call, operand.role
                     self._keep(call, out)
@@ -246,10 +258,10 @@ class AttentionMatcher:
         source = source or c.source or out.source  # the last: where out='s buffer was made
         call = Call(shape[-2], shape[-1], a[1][-1], out.dtype, scope, c.phase, source, sdpa)
         call.batch = shape[0] if len(shape) == 3 else 1
-        call.kv_heads = _shared_heads(*b)
+        call.kv_heads = shared_heads(*b)
         for operand in (a[0], b[0]):
             self._keep(call, operand)
-        _mark_kv(b[0])
+        mark_kv(b[0])
         out.call, out.role = call, "attention_score"
         self._keep(call, out)
         if len(factors) == 3:  # baddbmm and its like add a bias to the product
@@ -282,17 +294,17 @@ class AttentionMatcher:
         if value.origin & _PARAMETER:
             return
         call.confirmed = True
-        call.scope = _common(call.scope, c.scope)
+        call.scope = common_scope(call.scope, c.scope)
         call.dtype = prob.dtype
-        _mark_kv(value)
+        mark_kv(value)
         self._keep(call, value)
         if call.kv_heads == 0:
-            call.kv_heads = _shared_heads(value, value_shape)
+            call.kv_heads = shared_heads(value, value_shape)
         if call.scope.heads > 1 and call.heads == 1 and call.batch % call.scope.heads == 0:
             call.batch, call.heads = call.batch // call.scope.heads, call.scope.heads
         masks, call.masks = call.masks, []
         for mask in masks:
-            _claim_mask(call, mask)
+            claim_mask(call, mask)
         self.calls.append(call)
 
     def _softmax(self, c: _Context) -> None:
@@ -301,10 +313,10 @@ class AttentionMatcher:
             return
         call = storage.call.find()
         if c.phase is not Phase.BACKWARD:
-            _unfold_queries(call, storage, shape)
+            unfold_queries(call, storage, shape)
             call.softmaxed = True
             dim = c.extra if isinstance(c.extra, int) else -1
-            _read_extents(call, shape, dim)
+            read_extents(call, shape, dim)
             for other, other_shape in c.inputs[1:]:
                 self._bystander(call, "attention_score", shape, other, other_shape, c.phase)
         for out, _ in c.outputs:
@@ -366,17 +378,17 @@ class AttentionMatcher:
         heads_first = "scaled_dot_product" in c.op.name or c.op.backend == "flex"
         length, head = (-2, -3) if heads_first else (-3, -2)
         call = Call(
-            _at(shape, length), _at(key_shape, length), shape[-1], query.dtype, scope, c.phase,
+            at(shape, length), at(key_shape, length), shape[-1], query.dtype, scope, c.phase,
             source or c.source, sdpa,
         )  # fmt: skip
         call.batch = shape[0] if len(shape) == 4 else 1
-        call.heads = _at(shape, head)
+        call.heads = at(shape, head)
         # Keys may have been repeated over the query heads on their way here.
-        call.kv_heads = _shared_heads(*c.inputs[1]) if len(c.inputs) > 1 else 0
-        call.kv_heads = call.kv_heads or _at(key_shape, head)
+        call.kv_heads = shared_heads(*c.inputs[1]) if len(c.inputs) > 1 else 0
+        call.kv_heads = call.kv_heads or at(key_shape, head)
         call.fused = c.op.backend
         if call.fused == "native":  # [batch, length, heads x head_dim], heads as an argument
-            call.m, call.n = _at(shape, -2), _at(key_shape, -2)
+            call.m, call.n = at(shape, -2), at(key_shape, -2)
             call.heads = call.kv_heads = c.extra
             call.head_dim = shape[-1] // c.extra
             call.batch = shape[0] if len(shape) == 3 else 1
@@ -384,12 +396,12 @@ class AttentionMatcher:
         for operand, _ in (*c.inputs, *c.outputs):
             self._keep(call, operand)
         for operand, _ in c.inputs[1:3]:
-            _mark_kv(operand)
+            mark_kv(operand)
         # A mask that is built or converted for the kernel is N x N memory all the same.
         for mask, mask_shape in c.inputs[3:4]:
             if mask_shape[-2:] == (call.m, call.n) and call.m > 1 and mask.numel >= call.m * call.n:
                 call.causal = call.causal or bool(mask.origin & _TRIANGULAR)
-                _claim_mask(call, mask)
+                claim_mask(call, mask)
         self.calls.append(call)
 
     def _keep(self, call: Call, storage: Storage) -> None:
@@ -424,137 +436,3 @@ _HANDLERS: dict[Kind, Handler] = {
     Kind.INDEX: AttentionMatcher._gather,
     Kind.FUSED_ATTENTION: AttentionMatcher._fused,
 }
-
-
-def _extent(shape: Shape) -> int:
-    product = 1
-    for extent in shape:
-        product *= extent
-    return product
-
-
-def _at(shape: Shape, index: int) -> int:
-    return shape[index] if len(shape) >= -index else 1
-
-
-def _spans(call: Call, shape: Shape, other: Shape, other_numel: int) -> bool:
-    """Does an operand beside S or P have both of its N x N dimensions, without broadcasting?"""
-    if other_numel < call.m * call.n:
-        return False
-    for k in range(-1, -len(shape), -1):
-        for q in range(k - 1, -len(shape) - 1, -1):
-            if (shape[q], shape[k]) in ((call.m, call.n), (call.n, call.m)):
-                return (_at(other, q), _at(other, k)) == (shape[q], shape[k])
-    return False
-
-
-def _claim_mask(call: Call, mask: Storage) -> None:
-    """Label a mask, and the N x N storages that it was built from."""
-    call.causal = call.causal or bool(mask.origin & _TRIANGULAR)
-    pending = [mask]
-    while pending:
-        storage = pending.pop()
-        if storage.label is not None or storage.call is not None:
-            continue
-        if storage is not mask and not (
-            storage.numel >= call.m * call.n and _has_both(storage.shape, call.m, call.n)
-        ):
-            continue
-        storage.call, storage.role = call, "attention_mask"
-        if storage.saved_by is None:
-            storage.saved_by = call
-        pending.extend(storage.parents)
-        storage.parents = ()
-
-
-def _mixes_heads(call: Call, shape: Shape) -> bool:
-    """Talking heads: scores or weights as rows [batch x m x n, heads], times a parameter."""
-    return len(shape) == 2 and shape[0] % (call.m * call.n) == 0 and call.m * call.n > shape[1]
-
-
-def _has_both(shape: Shape, m: int, n: int) -> bool:
-    extents = list(shape)
-    if m in extents:
-        extents.remove(m)
-        return n in extents
-    return False
-
-
-def _unfold_queries(call: Call, scores: Storage, shape: Shape) -> None:
-    """Heads that share K are folded into the queries of the product (einsum does so): take them
-    out again where S is seen as [..., heads, m, n]."""
-    if len(shape) < 3 or shape[-1] != call.n or call.m in (shape[-2], 1) or call.softmaxed:
-        return
-    heads, rest = divmod(call.m, max(1, shape[-2]))
-    if rest or shape[-3] != heads or _extent(shape) != scores.numel:
-        return
-    call.m = shape[-2]
-    call.kv_heads = -heads
-
-
-def _read_extents(call: Call, shape: Shape, dim: int) -> None:
-    """Batch, heads and lengths from the tensor that softmax saw."""
-    if len(shape) < 2:
-        return
-    keys = shape[dim]
-    known = call.scope.heads
-    rest = [*shape]
-    del rest[dim]
-    if len(shape) >= 4 and call.m not in rest and known in rest[1:]:
-        # Products of chunks, put together to a band of keys a query before softmax (Longformer).
-        call.batch, call.heads = shape[0], known
-        call.m, call.n = _extent(tuple(rest)) // max(1, shape[0] * known), keys
-        return
-    if (call.m, call.n) != (call.m, keys) and call.m == keys:
-        call.m, call.n = call.n, call.m
-    if len(shape) >= 4:
-        batch, heads = shape[0], _extent(shape) // max(1, shape[0] * call.m * keys)
-        if len(shape) > 4 and known > 1 and heads % known == 0:  # windows beside the heads
-            batch, heads = batch * heads // known, known
-        call.batch, call.heads = batch, max(1, heads)
-    elif len(shape) == 3:
-        call.batch = shape[0]
-
-
-def _shared_heads(operand: Storage, shape: Shape) -> int:
-    """0, or minus the factor by which K or V was repeated over the query heads (repeat_kv)."""
-    if 0 < operand.numel < _extent(shape):  # a single head, expanded without a copy
-        return -(_extent(shape) // operand.numel)
-    for storage in _copies(operand):
-        for parent in storage.parents:
-            if storage.op in _REPEATS and 0 < parent.numel < storage.numel:
-                return -(storage.numel // parent.numel)
-    return 0
-
-
-_REPEATS = frozenset(("clone", "_to_copy", "repeat", "index_select"))
-# "mul": K is scaled on its way into the product (SDPA's math path scales both operands).
-_COPIES = frozenset(("clone", "_to_copy", "cat", "repeat", "index_select", "index_copy", "mul"))
-
-
-def _copies(storage: Storage) -> list[Storage]:
-    """A storage and what it is a plain copy of, nearest first (K^T, repeated K, K in the cache)."""
-    chain = [storage]
-    while chain[-1].op in _COPIES and chain[-1].parents and len(chain) < 6:
-        chain.append(chain[-1].parents[0])
-    return chain
-
-
-def _mark_kv(operand: Storage) -> None:
-    for storage in _copies(operand):
-        storage.kv = True
-
-
-def _common(one: Scope, other: Scope) -> Scope:
-    """The innermost module that contains both scopes."""
-    if one.fqn == other.fqn or one.fqn == "":
-        return one
-    if other.fqn == "" or one.fqn.startswith(other.fqn + "."):
-        return other
-    if other.fqn.startswith(one.fqn + "."):
-        return one
-    a, b = one.fqn.split("."), other.fqn.split(".")
-    shared = 0
-    while shared < min(len(a), len(b)) and a[shared] == b[shared]:
-        shared += 1
-    return Scope(".".join(a[:shared]), "", 0)
