@@ -6,6 +6,8 @@ VENV := .venv
 VISION := .venv-vision
 # More words for pytest: make test PYTEST_ARGS="-k ledger -x"
 PYTEST_ARGS ?=
+# Processes that share the tests, a file at a time: as many as there are cores.
+WORKERS ?= auto
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -22,7 +24,7 @@ demo: $(VENV)/.installed-run ## Install into .venv and profile the bundled examp
 
 .PHONY: test
 test: $(VENV)/.installed-test ## Install into .venv and run the tests that need no GPU
-	$(VENV)/bin/pytest -m "not gpu and not vision" $(PYTEST_ARGS)
+	$(VENV)/bin/pytest -n $(WORKERS) --dist loadfile -m "not gpu and not vision" $(PYTEST_ARGS)
 
 .PHONY: test-gpu
 test-gpu: $(VENV)/.installed-test ## The tests that need a CUDA device

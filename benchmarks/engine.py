@@ -48,7 +48,9 @@ def per_operator() -> dict[str, float]:
     import fa_advisor
 
     class Bare(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):  # type: ignore[no-untyped-def]
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             self.count += 1
             return func(*args, **(kwargs or {}))
 
@@ -174,15 +176,13 @@ def main() -> None:
     if not args.quick:
         for name in LLAMA:
             bare, engine = in_process("bare", name), in_process("engine", name)
-            results[name] = {
-                "bare": bare, "engine": engine, "ratio": engine["steps_cpu_s"] / bare["steps_cpu_s"],
-            }  # fmt: skip
+            ratio = engine["steps_cpu_s"] / bare["steps_cpu_s"]
+            results[name] = {"bare": bare, "engine": engine, "ratio": ratio}
             print(name, json.dumps(results[name]), flush=True)
         results["by_layers"] = {n: in_process("engine", "llama-3-8b", str(n)) for n in LAYERS}
         for n, row in results["by_layers"].items():
-            print(
-                f"{n} layers: {row['steps_cpu_s']:.2f} s, {row['steps_cpu_s'] / n * 1e3:.0f} ms each"
-            )
+            seconds = row["steps_cpu_s"]
+            print(f"{n} layers: {seconds:.2f} s, {seconds / n * 1e3:.0f} ms a layer")
     if not args.quick:
         print(write("engine", {"question": __doc__, **results}))
 

@@ -57,7 +57,7 @@ def engine() -> str:
     """What a profile without a GPU costs."""
     result = _read("engine")
     rows = [
-        "| two training steps, 8,192 tokens, AdamW, no GPU | time | memory | against bare fake tensors |",
+        "| two training steps, 8,192 tokens, AdamW | time | memory | against bare fake tensors |",
         "|---|---|---|---|",
     ]
     for name in ("llama-3-8b", "llama-3-70b"):

@@ -79,7 +79,12 @@ def report(layers: int = 12) -> Report:
     )
     return Report(
         environment=r.Environment(
-            python="3.11.7", torch="2.13.0", triton="3.7.1", cuda=None, driver=None, fa_advisor="0.1.0"
+            python="3.11.7",
+            torch="2.13.0",
+            triton="3.7.1",
+            cuda=None,
+            driver=None,
+            fa_advisor="0.1.0",
         ),
         device=device(),
         target=r.TargetSpec(
@@ -109,7 +114,11 @@ def report(layers: int = 12) -> Report:
                 r.ModuleMemory(
                     fqn=f"blocks.{i}.attn",
                     type="CausalSelfAttention",
-                    categories={"attention_score": 24 * MIB, "attention_prob": 24 * MIB, "parameter": 5 * MIB},
+                    categories={
+                        "attention_score": 24 * MIB,
+                        "attention_prob": 24 * MIB,
+                        "parameter": 5 * MIB,
+                    },
                 )
                 for i in range(layers)
             ),
