@@ -1,1 +1,4 @@
-"""Attention kernels. Import-free on purpose: from the repository's root, `import kernels` finds this folder."""
+"""Attention kernels.
+
+Import-free on purpose: from the repository's root, `import kernels` finds this folder.
+"""

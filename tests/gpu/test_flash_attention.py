@@ -1,0 +1,225 @@
+"""`flash_attention` on a real GPU: the suite that the CPU runs, and what only a GPU shows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from attention_cases import Case, assert_agrees, assert_close, cases, inputs
+from attention_suite import FaultsSeenInTheField, TorchsOwnCases, Transforms
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fa_advisor.kernels import reference
+from fa_advisor.kernels.api import flash_attention
+
+pytestmark = pytest.mark.gpu
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@pytest.fixture
+def device() -> str:
+    return "cuda"
+
+
+@pytest.fixture(params=DTYPES, ids=["bf16", "fp16", "fp32"])
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    return request.param
+
+
+class TestFaults(FaultsSeenInTheField):
+    pass
+
+
+class TestTorchsOwnCases(TorchsOwnCases):
+    pass
+
+
+class TestTransforms(Transforms):
+    pass
+
+
+@settings(max_examples=300)
+@given(case=cases(longest=300, widest=256), dtype=st.sampled_from(DTYPES))
+def test_every_feature_with_every_other(case: Case, dtype: torch.dtype) -> None:
+    assert_agrees(case, "cuda", dtype)
+
+
+@pytest.mark.parametrize("length", [511, 512, 513, 1024, 1025, 1088, 2049])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
+def test_real_lengths(length: int, is_causal: bool, head_dim: int) -> None:
+    case = Case(
+        batch=1, heads=2, len_q=length, len_k=length, head_dim=head_dim, is_causal=is_causal
+    )
+    assert_agrees(case, "cuda", torch.bfloat16)
+
+
+@pytest.mark.parametrize("head_dim", range(1, 257))
+def test_every_head_dim(head_dim: int) -> None:
+    case = Case(batch=1, heads=1, len_q=130, len_k=130, head_dim=head_dim, is_causal=True)
+    assert_agrees(case, "cuda", torch.bfloat16)
+
+
+class TestOffsetsPast31Bits:
+    """pytorch#190857, ffpa-attn#299, SageAttention#386, sglang#20389, flash-attention#1500."""
+
+    def _tail_agrees(self, tensors: list[Tensor], tail: tuple[slice, ...], packed: bool) -> None:
+        """Hold the last sequence's out and gradients against it alone."""
+        leaves = [x.detach().requires_grad_() for x in tensors]
+        options = {"is_causal": True}
+        if packed:
+            total, length = tensors[0].shape[0], 1024
+            offsets = torch.arange(0, total + 1, length, dtype=torch.int32, device="cuda")
+            options |= {
+                "cu_seqlens_q": offsets,
+                "cu_seqlens_k": offsets,
+                "max_seqlen_q": length,
+                "max_seqlen_k": length,
+            }
+        out = flash_attention(*leaves, **options)
+        grads = torch.autograd.grad(out, leaves, torch.ones_like(out))
+        results = [x[tail].clone() for x in (out, *grads)]
+        parts = [x[tail] for x in tensors]
+        del out, grads, leaves
+        if packed:
+            parts = [x.transpose(0, 1)[None] for x in parts]
+            results = [x.transpose(0, 1)[None] for x in results]
+        for dtype in (torch.float64, torch.bfloat16):
+            own = [x.detach().to(dtype).requires_grad_() for x in parts]
+            alone, _ = reference.attention(*own, is_causal=True, dtype=dtype)
+            truth = [alone, *torch.autograd.grad(alone, own, torch.ones_like(alone))]
+            if dtype is torch.float64:
+                exact = truth
+        for name, ours, true, plain in zip(
+            ("out", "dq", "dk", "dv"), results, exact, truth, strict=True
+        ):
+            assert_close("past 2^31 elements", name, ours, true, plain, 0.02)
+
+    def test_batch(self) -> None:
+        x = [torch.randn(33, 16, 1024, 4096, device="cuda", dtype=torch.bfloat16) for _ in range(1)]
+        # Strided: 64 of every 4,096 elements, so that offsets pass 2^31 with little to compute.
+        view = x[0][..., :64]
+        self._tail_agrees([view, view, view], (slice(-1, None), slice(-1, None)), packed=False)
+
+    def test_packed_tokens(self) -> None:
+        tokens = 17 * 1024
+        x = torch.randn(tokens, 2, 65536, device="cuda", dtype=torch.bfloat16)[..., :64]
+        self._tail_agrees([x, x, x], (slice(-1024, None),), packed=True)
+
+    def test_mask(self) -> None:
+        """A dense mask of more than 2^31 elements."""
+        query = torch.randn(1, 9, 16384, 16, device="cuda", dtype=torch.bfloat16)
+        mask = torch.rand(1, 9, 16384, 16384, device="cuda") < 0.5
+        out = flash_attention(query, query, query, mask)
+        last = (slice(None), slice(-1, None))
+        rows = (*last, slice(-256, None))
+        args = (query[rows], query[last], query[last], mask[rows])
+        true, plain = (
+            reference.attention(*args, dtype=dtype)[0] for dtype in (torch.float64, torch.bfloat16)
+        )
+        assert_close("mask", "out", out[rows], true, plain, 0.02)
+
+
+def test_peak_memory_is_linear_in_the_length() -> None:
+    """Over inputs, output and gradients: twice the length, at most twice as much."""
+    extra = []
+    for length in (8192, 16384):
+        x = torch.randn(1, 4, length, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        flash_attention(x, x, x, is_causal=True).sum().backward()
+        torch.cuda.synchronize()
+        extra.append(torch.cuda.max_memory_allocated() - before)
+        del x
+    assert extra[1] <= 2.2 * extra[0]
+    assert extra[1] < 4 * 16384 * 16384  # Less than a byte a weight.
+
+
+def test_nothing_waits_for_the_gpu() -> None:
+    """Not even packed lengths: no copy to the host in forward or backward."""
+    case = Case(lengths=((5, 9), (16, 3)), alibi="BH", sinks=True)
+    x = inputs(case, "cuda", torch.bfloat16)
+    more = {"max_seqlen_q": 16, "max_seqlen_k": 9}
+
+    def step() -> None:
+        out, lse = flash_attention(**x, **case.options, **more, return_lse=True)
+        torch.autograd.backward([out, lse], [torch.ones_like(out), torch.ones_like(lse)])
+
+    step()  # Compiles.
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_cuda_graph_replays_with_fresh_dropout() -> None:
+    x = torch.randn(1, 2, 64, 64, device="cuda", dtype=torch.bfloat16)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        flash_attention(x, x, x, dropout_p=0.5)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        plain = flash_attention(x, x, x, is_causal=True)
+        dropped = flash_attention(x, x, x, dropout_p=0.5)
+    graph.replay()
+    first = dropped.clone()
+    graph.replay()
+    assert not torch.equal(first, dropped)
+    x.copy_(torch.randn_like(x))
+    graph.replay()
+    assert torch.equal(plain, flash_attention(x, x, x, is_causal=True))
+
+
+def test_float32_is_ieee_unless_tf32_is_allowed() -> None:
+    x = torch.randn(3, 1, 2, 256, 64, device="cuda")
+    truth, _ = reference.attention(*x)
+
+    def error() -> float:
+        return float((flash_attention(*x).double() - truth).norm() / truth.norm())
+
+    allowed = torch.backends.cuda.matmul.allow_tf32
+    try:
+        torch.backends.cuda.matmul.allow_tf32 = False
+        ieee = error()
+        torch.backends.cuda.matmul.allow_tf32 = True
+        tf32 = error()
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = allowed
+    assert ieee < 2e-6
+    assert 10 * ieee < tf32 < 2e-3
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_repeats_to_the_bit(deterministic: bool) -> None:
+    x = inputs(Case(len_q=700, len_k=900, head_dim=64, heads=4, kv_heads=1), "cuda", torch.bfloat16)
+    leaves = [x[name] for name in ("query", "key", "value")]
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        runs = []
+        for _ in range(3):
+            out = flash_attention(*leaves, enable_gqa=True)
+            runs.append([out, *torch.autograd.grad(out, leaves, torch.ones_like(out))])
+    finally:
+        torch.use_deterministic_algorithms(before)
+    for run in runs[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(run, runs[0], strict=True))
+
+
+def test_double_backward_is_refused() -> None:
+    x = torch.randn(1, 1, 16, 16, device="cuda", requires_grad=True)
+    (grad,) = torch.autograd.grad(flash_attention(x, x, x).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="double backward"):
+        grad.sum().backward()
+
+
+def test_float64_is_refused() -> None:
+    x = torch.randn(1, 1, 4, 8, device="cuda", dtype=torch.float64)
+    with pytest.raises(TypeError, match="query: expected float16, bfloat16 or float32"):
+        flash_attention(x, x, x)
