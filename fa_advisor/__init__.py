@@ -8,18 +8,33 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fa_advisor.kernels.api import flash_attention
+    from fa_advisor.kernels.module import FlashAttention
+    from fa_advisor.patching import patch
     from fa_advisor.pipeline import profile, record
     from fa_advisor.report import Report, load
 
     __version__: str
 
-__all__ = ["Report", "__version__", "load", "profile", "record"]
+__all__ = [
+    "FlashAttention",
+    "Report",
+    "__version__",
+    "flash_attention",
+    "load",
+    "patch",
+    "profile",
+    "record",
+]
 
 _HOMES = {
     "profile": "fa_advisor.pipeline",
     "record": "fa_advisor.pipeline",
+    "patch": "fa_advisor.patching",
     "load": "fa_advisor.report",
     "Report": "fa_advisor.report",
+    "flash_attention": "fa_advisor.kernels.api",
+    "FlashAttention": "fa_advisor.kernels.module",
 }
 
 

@@ -1,0 +1,114 @@
+"""When two attentions are the same: FlashAttention's own criterion, on forward and gradients.
+
+err(patched against a float64 reference) <= 2 * err(original, in its own dtype) + rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Attention = Callable[[list[Tensor]], Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """`error`: the patched code's largest relative error over the output and the gradients.
+
+    `within`: whether each is within what the original's own error allows; `where` names the worst.
+    """
+
+    error: float
+    within: bool
+    where: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Error:
+    patched: float
+    allowed: float
+    where: str
+
+    @property
+    def excess(self) -> float:
+        return self.patched / self.allowed
+
+
+def compare(
+    original: Attention,
+    patched: Attention,
+    inputs: Sequence[Tensor],
+    names: Sequence[str],
+    *,
+    reference: Attention | None = None,
+    visible: Tensor | None = None,
+) -> Comparison:
+    """Hold `patched` against `original` on the same inputs, which are left as they are.
+
+    Each takes the list of inputs and returns the output; the reference is `original`, or
+    `reference` where that can't run in float64, on the inputs in float64. Gradients are those of
+    the floating-point inputs, named by `names`. `visible` (True where an output row sees a key;
+    broadcasts to the output) takes rows out of the comparison whose value means nothing.
+    """
+    dtype = inputs[0].dtype
+    seed = torch.Generator(device="cpu").manual_seed(len(inputs) + inputs[0].numel())
+    cotangents: dict[torch.Size, Tensor] = {}
+
+    def results(attention: Attention, to: torch.dtype) -> list[Tensor]:
+        leaves = [
+            each.detach().to(to).requires_grad_() if each.is_floating_point() else each
+            for each in inputs
+        ]
+        with torch.enable_grad():
+            out = attention(leaves)
+            if visible is not None:
+                out = torch.where(visible, out, 0.0)
+            if out.shape not in cotangents:
+                drawn = torch.randn(out.shape, generator=seed, dtype=torch.float64)
+                cotangents[out.shape] = drawn.to(out.device)
+            given = [each for each in leaves if each.requires_grad]
+            cotangent = cotangents[out.shape].to(out.dtype)
+            grads: Any = torch.autograd.grad(out, given, cotangent, allow_unused=True)
+        found = [
+            torch.zeros_like(leaf) if grad is None else grad
+            for leaf, grad in zip(given, grads, strict=True)
+        ]
+        return [each.detach().double() for each in (out, *found)]
+
+    expected = results(reference or original, torch.float64)
+    plain = results(original, dtype)
+    ours = results(patched, dtype)
+    scale = float(cotangents[expected[0].shape].norm())
+    labels = ["output"] + [
+        f"gradient of {name}"
+        for name, each in zip(names, inputs, strict=True)
+        if each.is_floating_point()
+    ]
+    errors = [
+        _judge(ours[i], plain[i], expected[i], dtype, 0.0 if i == 0 else scale, label)
+        for i, label in enumerate(labels)
+    ]
+    worst = max(errors, key=lambda each: each.excess)
+    return Comparison(
+        error=max(each.patched for each in errors), within=worst.excess <= 1.0, where=worst.where
+    )
+
+
+def _judge(
+    ours: Tensor, plain: Tensor, expected: Tensor, dtype: torch.dtype, scale: float, where: str
+) -> _Error:
+    """Relative errors in the 2-norm. A gradient that is next to nothing (one key alone has none
+    for the query) is measured against the gradient that came in."""
+    size = max(float(expected.norm()), 1e-2 * scale, 1e-12)
+    rounding = max(torch.finfo(dtype).eps / 8, 5e-6)
+    allowed = 2 * float((plain - expected).norm()) / size + rounding
+    patched = float((ours - expected).norm()) / size
+    if not torch.isfinite(ours).all():
+        patched = float("inf")
+    if not torch.isfinite(plain).all():  # the original gives no number to be held against
+        allowed = float("inf") if patched < float("inf") else 0.0
+    return _Error(patched=patched, allowed=max(allowed, 1e-30), where=where)
