@@ -95,7 +95,7 @@ class Run:
                 ),
                 torch_version=torch_version(),
                 measured=measured,
-                notes=notes,
+                notes=(*notes, *(self.fake.assumptions if self.fake else ())),
             )
             self.progress(Progress(stage="done"))
             return report

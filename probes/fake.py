@@ -29,7 +29,9 @@ from torch._subclasses.fake_tensor import (
 from torch.overrides import TorchFunctionMode
 
 from fa_advisor.errors import TargetError
+from fa_advisor.probes.autocast import cuda_autocast
 from fa_advisor.probes.drawn import CHOOSERS, Draws
+from fa_advisor.probes.fake_rules import RULES
 from fa_advisor.probes.lines import user_line
 from fa_advisor.probes.masks import is_triangular, mark_triangular
 
@@ -54,24 +56,32 @@ class FakeDevice:
     def __init__(self) -> None:
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.building = False
+        self._flex_seen = False
         self._written: dict[Any, tuple[int, ...]] = {}
         self._draws = Draws()
 
     @property
     def assumptions(self) -> tuple[str, ...]:
         """What was assumed of values that fake tensors don't have, in sentences for the report."""
-        if not self._draws.read:
-            return ()
-        return (
-            f"Without a GPU there are no values for {' and '.join(sorted(self._draws.read))} to"
-            " choose by: the choices that the model computes with, such as a router's of experts,"
-            " were drawn evenly at random. --device cpu or cuda uses the model's own.",
-        )
+        made = []
+        if self._draws.read:
+            made.append(
+                f"Without a GPU there are no values for {' and '.join(sorted(self._draws.read))}"
+                " to choose by: the choices that the model computes with, such as a router's of"
+                " experts, were drawn evenly at random. --device cpu or cuda uses the model's own."
+            )
+        if self._flex_seen:
+            made.append(
+                "flex_attention is modelled as torch.compile runs it; called without"
+                " torch.compile, it computes all of S and P."
+            )
+        return tuple(made)
 
     def execute(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if func is _device_of:
             return args[0].fake_device if FakeTensor in types else func(*args)
         if func in _FLEX:
+            self._flex_seen = True
             return _flex(func, args)
         if FakeTensor not in types:
             return self._from_real(func, types, args, kwargs)
@@ -88,7 +98,7 @@ class FakeDevice:
             with self.mode:
                 shape = func.overloadpacket(*args, **rest).shape
             return out if out.shape == shape else out.resize_(shape)
-        rule = _RULES.get(func)
+        rule = RULES.get(func)
         if rule is not None:
             return self._by_rule(rule, func, types, args, kwargs)
         return self._fake(func, types, args, kwargs)
@@ -122,8 +132,7 @@ class FakeDevice:
 
     def _from_real(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """No fake argument: compute for real if what goes in and comes out is small."""
-        inputs = [t for t in _tensors(args) if isinstance(t, Tensor)]
-        inputs += [t for t in _tensors(kwargs.values()) if isinstance(t, Tensor)]
+        inputs = [*_tensors(args), *_tensors(kwargs.values())]
         if any(t.device.type == "meta" for t in inputs):
             return func(*args, **kwargs)
         if inputs and (_is_view(func) or _changes(func)):
@@ -204,79 +213,6 @@ class FakeDevice:
         return made  # type: ignore[return-value]
 
 
-# -- operators whose fake form asks for more than it needs -----------------------------------------
-
-_aten = torch.ops.aten
-_Call = tuple[Any, Any, Any]
-
-
-def _as_is(func: Any, args: Any, kwargs: Any) -> _Call:
-    return func, args, kwargs
-
-
-def _with_integer_indices(func: Any, args: Any, kwargs: Any) -> _Call:
-    """A real boolean mask as an index: its values are there, and so is the output's size."""
-    indices: list[Tensor | None] = []
-    for index in args[1]:
-        if type(index) is Tensor and index.dtype in (torch.bool, torch.uint8):
-            indices.extend(index.nonzero().unbind(1))
-        else:
-            indices.append(index)
-    return func, (args[0], indices, *args[2:]), kwargs
-
-
-def _masked_select(func: Any, args: Any, kwargs: Any) -> _Call:
-    source, mask = args
-    if type(mask) is not Tensor:
-        return func, args, kwargs
-    shape = torch.broadcast_shapes(source.shape, mask.shape)
-    size = [int(mask.expand(shape).sum())]
-    return _aten.new_empty.default, (source, size), {}
-
-
-def _all_finite(func: Any, args: Any, kwargs: Any) -> _Call | Tensor:
-    """isnan, isinf: nothing that a model checks is, so that the check passes."""
-    source = args[0]
-    if source.numel() > REAL_INTEGERS:
-        return func, args, kwargs
-    return torch.zeros(source.shape, dtype=torch.bool)
-
-
-def _grouped_mm(func: Any, args: Any, kwargs: Any) -> _Call:
-    """The products of groups of rows, for every dtype; torch's own rule knows bfloat16 alone.
-
-    [M, K] x [G, K, N] -> [M, N]; [G, M, K] x [K, N] -> [M, N]; [M, K] x [K, N] -> [G, M, N], for G
-    groups. Rows start at multiples of 16 bytes (ATen/native/GroupedMMUtils.h).
-    """
-    a, b, offsets, _, out_dtype = (*args, *(None,) * (5 - len(args)))
-    offsets = kwargs.get("offs", offsets)
-    dtype = kwargs.get("out_dtype", out_dtype) or a.dtype
-    if a.ndim == 2 and b.ndim == 2:
-        leading = [offsets.shape[0], a.shape[0]]
-    elif b.ndim == 2:
-        leading = [a.shape[1]]
-    else:
-        leading = list(a.shape[:-1])
-    alignment = max(1, 16 // dtype.itemsize)
-    row = -(-b.shape[-1] // alignment) * alignment
-    strides = [row, 1] if len(leading) == 1 else [leading[1] * row, row, 1]
-    size = [*leading, b.shape[-1]]
-    return _aten.new_empty_strided.default, (a, size, strides), {"dtype": dtype}
-
-
-_RULES: dict[Any, Any] = {
-    **dict.fromkeys(CHOOSERS, _as_is),
-    _aten.index.Tensor: _with_integer_indices,
-    _aten.index_put.default: _with_integer_indices,
-    _aten.index_put_.default: _with_integer_indices,
-    _aten._index_put_impl_.default: _with_integer_indices,
-    _aten.masked_select.default: _masked_select,
-    _aten._grouped_mm.default: _grouped_mm,
-    _aten.isnan.default: _all_finite,
-    _aten.isinf.default: _all_finite,
-}
-
-
 def no_value(func: Any) -> TargetError:
     """The error of code that asks for a value that a fake tensor doesn't have."""
     line = user_line(sys._getframe(1))
@@ -333,11 +269,11 @@ class CudaAsCpu(TorchFunctionMode):
 
 @contextmanager
 def cuda_calls_as_cpu() -> Iterator[None]:
-    """`Module.cuda()` too, which asks for a CUDA context before it looks at a tensor."""
+    """`Module.cuda()` and `torch.autocast("cuda")` too, which ask for a CUDA context first."""
     original = nn.Module.cuda
-    nn.Module.cuda = lambda self, device=None: self  # type: ignore[method-assign, assignment]
+    nn.Module.cuda = lambda self, device=None: self  # type: ignore[method-assign]
     try:
-        with CudaAsCpu():
+        with CudaAsCpu(), cuda_autocast():
             yield
     finally:
         nn.Module.cuda = original  # type: ignore[method-assign]

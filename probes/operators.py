@@ -108,7 +108,10 @@ def _kind(func: Any, name: str) -> Kind:
         return Kind.OTHER
     returns = func._schema.returns
     if returns and all(r.alias_info is not None and not r.alias_info.is_write for r in returns):
-        # lift_fresh hands over a tensor that was made where no mode could see it.
+        # lift_fresh hands over a tensor that was made where no mode could see it. `to`, `reshape`
+        # and their like may copy: taking them apart, which inference mode leaves to us, tells.
+        if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
+            return Kind.OTHER
         return Kind.FACTORY if name.startswith("lift") else Kind.VIEW
     if torch.Tag.pointwise in func.tags:
         return Kind.POINTWISE

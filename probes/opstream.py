@@ -127,7 +127,7 @@ class OpStream(TorchDispatchMode):
         made = False
         if isinstance(out, Tensor):
             made = self._output(out, outputs)
-        elif type(out) in (list, tuple):
+        elif isinstance(out, (list, tuple)):
             for item in out:
                 if isinstance(item, Tensor):
                     made = self._output(item, outputs) or made
@@ -251,6 +251,7 @@ class OpStream(TorchDispatchMode):
         composite = (
             recorded
             and isinstance(func, torch._ops.OpOverload)
+            and torch._C._dispatch_has_kernel(func.name())
             and torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), _CompositeImplicit)
         )
         known = self._ops[id(func)] = (op, recorded, composite, func)

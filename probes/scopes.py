@@ -18,6 +18,10 @@ _sequence_number = torch._C._autograd._get_sequence_nr
 _MAX_BOUNDARIES = 400_000
 
 
+# Where modules keep their number of heads, for calls whose shapes fold heads into the batch.
+_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead")
+
+
 class Scopes:
     """The stack of running modules. `current` is the innermost one's scope.
 
@@ -125,5 +129,8 @@ class Scopes:
 
 
 def _scope(fqn: str, module: nn.Module) -> Scope:
-    heads = getattr(module, "num_heads", 0)
-    return Scope(fqn, type(module).__name__, heads if type(heads) is int else 0)
+    for name in _HEADS:
+        heads = getattr(module, name, None)
+        if type(heads) is int:
+            return Scope(fqn, type(module).__name__, heads)
+    return Scope(fqn, type(module).__name__, 0)

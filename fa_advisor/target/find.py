@@ -70,7 +70,7 @@ def _lookup(module: ModuleType, name: str, label: str) -> Any:
 def _build(value: Any, name: str, label: str) -> Found:
     """Call what has to be called, once, and check what came of it."""
     if isinstance(value, nn.Module):
-        return Found(model=value, name=name)
+        return Found(model=_eager(value, name, label), name=name)
     if not callable(value) or (inspect.isclass(value) and not issubclass(value, nn.Module)):
         raise UsageError(
             f"{name} in {label} is {_a(value)}; "
@@ -95,7 +95,17 @@ def _build(value: Any, name: str, label: str) -> Found:
             f"{name}() in {label} returned {_a(built)}; "
             "expected an nn.Module, or a pair of an nn.Module and its inputs"
         )
-    return Found(model=built, name=name, inputs=inputs)
+    return Found(model=_eager(built, name, label), name=name, inputs=inputs)
+
+
+def _eager(model: nn.Module, name: str, label: str) -> nn.Module:
+    """Raises: UsageError for a TorchScript module, whose inner modules can't be followed."""
+    if isinstance(model, torch.jit.ScriptModule):
+        raise UsageError(
+            f"{name} in {label} is a TorchScript module, whose operators can't be followed",
+            hint="name the module that it was scripted or traced from",
+        )
+    return model
 
 
 def _missing_arguments(factory: Callable[..., Any]) -> list[str]:

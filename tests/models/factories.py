@@ -87,12 +87,13 @@ class LayerWithWeights(nn.TransformerEncoderLayer):
 
     def _sa_block(self, x: Tensor, *masks: Any, is_causal: bool = False) -> Tensor:
         mask, padding = masks
-        return self.self_attn(
-            x, x, x, attn_mask=mask, key_padding_mask=padding, need_weights=True
-        )[0]
+        return self.self_attn(x, x, x, attn_mask=mask, key_padding_mask=padding, need_weights=True)[
+            0
+        ]
 
 
 def transformer_encoder() -> Target:
+    """With a causal mask."""
     layer = LayerWithWeights(WIDTH, H, 64, dropout=0.0, batch_first=True)
     mask = torch.ones(L, L, dtype=torch.bool).triu(1)
     model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
@@ -106,6 +107,4 @@ def nanogpt() -> Target:
     return GPT(config), {"idx": _tokens(), "targets": _tokens()}
 
 
-SAME_EVERYWHERE = (
-    llama, gemma2, gpt_neox, bert, t5, vit, mixtral, transformer_encoder, nanogpt
-)  # fmt: skip
+SAME_EVERYWHERE = (llama, gemma2, gpt_neox, bert, t5, vit, transformer_encoder, nanogpt)

@@ -1,0 +1,228 @@
+"""Models that a profiler trips over, as a user's file would hold them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fa_advisor.errors import TargetError, UsageError
+from fa_advisor.pipeline import profile_target
+from fa_advisor.records import ATTENTION_CATEGORIES, Mode, ProfileRequest
+from fa_advisor.report import Report
+
+B, L, H, D = 2, 128, 4, 16
+N_BY_N = B * H * L * L  # elements of S
+
+HEAD = """
+import math
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+class Attention(nn.Module):
+    def __init__(self, width=64, heads=4):
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+
+    def split(self, x):
+        parts = self.qkv(x).view(*x.shape[:2], 3, self.heads, -1)
+        return parts.permute(2, 0, 3, 1, 4)
+
+    def forward(self, x):
+        q, k, v = self.split(x)
+        p = (q @ k.transpose(-1, -2) / math.sqrt(q.size(-1))).softmax(-1)
+        return self.out((p @ v).transpose(1, 2).reshape(x.shape))
+
+def get_inputs(batch_size=2, seq_len=128):
+    return torch.randn(batch_size, seq_len, 64)
+
+def build_model():
+    return Net()
+"""
+
+Run = Callable[..., Report]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    def profiled(body: str, mode: Mode = "train", device: str = "fake", **more: Any) -> Report:
+        file = tmp_path / "target.py"
+        file.write_text(HEAD + body)
+        request = ProfileRequest(target=str(file), mode=mode, device=device, gpu="a100", **more)
+        report = profile_target(request, lambda _: None)
+        memory = report.memory
+        assert memory.unattributed_bytes == 0
+        assert sum(memory.categories.values()) == memory.peak_allocated_bytes
+        return report
+
+    return profiled
+
+
+CUDA = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = Attention().cuda()
+    def forward(self, x):
+        x = x.cuda() + torch.zeros(1, device="cuda:0") + torch.ones(1).to(torch.device("cuda"))
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            return self.attention(x)
+"""
+
+
+def test_code_written_for_cuda_runs_under_cuda_autocast(run: Run) -> None:
+    (site,) = run(CUDA).sites
+    assert (site.num_heads, site.dtype) == (H, "bfloat16")
+    # Softmax is in float32 on CUDA: S, its scaled copy and P as the last product takes it in bf16.
+    report = run(CUDA, "infer", optimizer="none")
+    assert report.memory.categories["attention_prob"] == 4 * N_BY_N
+
+
+def test_autocast_is_left_as_it_was(run: Run) -> None:
+    run(CUDA)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.ones(2, dtype=torch.bfloat16).softmax(-1).dtype is torch.bfloat16
+    assert torch.amp.autocast_mode.autocast.__init__.__qualname__ == "autocast.__init__"
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("device", ["fake", "cpu"])
+def test_a_checkpointed_layer_holds_one_p_at_the_peak(
+    run: Run, reentrant: bool, device: str
+) -> None:
+    report = run(
+        f"""
+from torch.utils.checkpoint import checkpoint
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(64, 64)
+        self.layers = nn.ModuleList(Attention() for _ in range(3))
+    def forward(self, x):
+        x = self.first(x)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant={reentrant})
+        return x
+""",
+        device=device,
+    )
+    assert [site.calls for site in report.sites] == [1, 1, 1]
+    assert report.memory.categories["attention_prob"] == 4 * N_BY_N
+
+
+@pytest.mark.filterwarnings("ignore:Using `torch.compile")  # torch's, about hooks like ours
+@pytest.mark.parametrize("wrap", ["torch.compile({})", "nn.DataParallel({})"])
+def test_wrapped_models(run: Run, wrap: str) -> None:
+    report = run(
+        f"def build_model(): return {wrap.format('nn.Sequential(Attention(), Attention())')}"
+    )
+    assert len(report.sites) == 2
+
+
+FLEX = """
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = Attention()
+    def forward(self, x):
+        q, k, v = self.attention.split(x)
+        n = x.size(1)
+        mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, n, n, device=x.device)
+        return torch.compile(flex_attention)(q, k, v, block_mask=mask)
+"""
+
+
+@pytest.mark.parametrize("mode", ["train", "infer"])
+def test_compiled_flex_attention_is_one_operator_without_scores(run: Run, mode: Mode) -> None:
+    report = run(FLEX, mode)
+    (site,) = report.sites
+    assert (site.form, site.num_heads, site.seqlen_q, site.head_dim) == ("flex", H, L, D)
+    assert not set(report.memory.categories) & set(ATTENTION_CATEGORIES)
+
+
+def test_composite_operators_are_seen_in_inference_mode(run: Run) -> None:
+    body = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = Attention()
+    def forward(self, x):
+        with torch.inference_mode():
+            return self.attention(x.to(torch.float64).to(torch.float32).reshape(x.shape))
+"""
+    fake, real = (run(body, "infer", device) for device in ("fake", "cpu"))
+    assert fake.memory.categories == real.memory.categories
+    assert len(fake.sites) == 1
+    assert fake.memory.categories["input"] == B * L * H * D * 4
+
+
+VALUE = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = Attention()
+    def forward(self, x):
+        y = self.attention(x)
+        {line}
+        return y
+"""
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "if y.mean().item() > 1e9: return x",
+        "y.detach().cpu().numpy()",
+        "y[y > 0].sum()",
+    ],
+)
+def test_code_that_needs_values_is_sent_to_the_cpu(run: Run, line: str) -> None:
+    body = VALUE.format(line=line)
+    with pytest.raises(TargetError, match=r"needs a tensor's value .* at .*target\.py") as raised:
+        run(body)
+    assert "--device cpu" in raised.value.hint
+    assert len(run(body, device="cpu").sites) == 1
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "assert not torch.isnan(y).any()",
+        "print(f'{y.sum():.3f}', y.mean())",
+        "mask = torch.rand(y.shape[:2]) > 0.5; y = y.index_put((mask,), torch.zeros(())) ",
+        "mask = torch.ones(y.shape, dtype=torch.bool); y.masked_select(mask).sum()",
+        "for expert in y.topk(2)[1].flatten().bincount(minlength=64).nonzero(): int(expert)",
+        "torch.bincount(y.argmax(-1).flatten()).tolist()",
+    ],
+)
+def test_code_that_only_seems_to_need_values_runs_without(run: Run, line: str) -> None:
+    assert len(run(VALUE.format(line=line)).sites) == 1
+
+
+def test_parametrized_weights_and_sparse_gradients(run: Run) -> None:
+    body = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(1000, 64, sparse=True)
+        self.attention = Attention()
+        self.out = nn.utils.parametrizations.spectral_norm(nn.Linear(64, 64))
+    def forward(self, ids):
+        return self.out(self.attention(self.table(ids)))
+def get_inputs(batch_size=2, seq_len=128):
+    return torch.randint(1000, (batch_size, seq_len))
+"""
+    for device in ("fake", "cpu"):
+        assert len(run(body, device=device, optimizer="none").sites) == 1
+
+
+def test_a_torchscript_module_is_refused(run: Run) -> None:
+    with pytest.raises(UsageError, match="TorchScript"):
+        run("def build_model(): return torch.jit.script(nn.Linear(64, 64))")
