@@ -90,6 +90,12 @@ def _summary(facts: Facts, verdict: Verdict, owners: dict[Verdict, int], without
     }[verdict]
     owned = owners[verdict]
     text = f"{owner_words} {_size(owned)} of the {_size(peak)} peak ({owned / max(1, peak):.1%})."
+    overhead = peak - sum(owners.values())
+    if overhead > owned:
+        text = (
+            f"cuBLAS workspaces, the allocator's slack and what isn't attributed are"
+            f" {_size(overhead)} of the {_size(peak)} peak. {text}"
+        )
     if not facts.sites:
         return f"{text} No attention was found."
     if verdict != "attention-bound":
@@ -111,9 +117,10 @@ def _summary(facts: Facts, verdict: Verdict, owners: dict[Verdict, int], without
 
 
 def _size(nbytes: int) -> str:
-    if nbytes >= 2**30:
-        return f"{nbytes / 2**30:.2f} GiB"
-    return f"{nbytes / 2**20:.2f} MiB"
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if nbytes >= size:
+            return f"{nbytes / size:.2f} {unit}"
+    return f"{nbytes} B"
 
 
 def _limit(facts: Facts, size: int | None, eligible: Eligible, *, quadratic: bool) -> Limit:

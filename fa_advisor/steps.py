@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
@@ -55,11 +56,11 @@ class Step:
         self._on_stage("forward")
         if self._mode == "infer":
             with torch.no_grad():
-                output = self._model(*self._args, **self._kwargs)
+                output = self._forward()
             if not any(True for _ in tensors_in(output)):
                 raise _no_tensor(output)
             return
-        output = self._model(*self._args, **self._kwargs)
+        output = self._forward()
         loss = loss_of(output)
         del output
         self._on_stage("backward")
@@ -69,6 +70,12 @@ class Step:
             self._on_stage("optimizer")
             self._optimizer.step()
         self._model.zero_grad(set_to_none=True)
+
+    def _forward(self) -> Any:
+        with warnings.catch_warnings():
+            # The watch's own hooks; they fire once more for the wrapper, which names no module.
+            warnings.filterwarnings("ignore", "Using `torch.compile\\(module\\)` when there are")
+            return self._model(*self._args, **self._kwargs)
 
 
 def loss_of(output: Any) -> Tensor:
