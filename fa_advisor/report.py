@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 
+# Longer than any name or note that a report can hold; a view would choke on one without an end.
+MAX_TEXT = 100_000
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report(ReportBody):
     """Where every byte at the peak goes, which part is attention's, and what to do about it."""
@@ -88,7 +92,7 @@ def parse(raw: bytes, name: str) -> Report:
         )
     try:
         return msgspec.json.decode(raw, type=Report)
-    except msgspec.ValidationError as error:
+    except (msgspec.ValidationError, RecursionError) as error:
         raise UsageError(f"{name} is not a valid fa-advisor report: {error}") from error
 
 
@@ -101,6 +105,12 @@ def _schema_version(raw: bytes, name: str) -> int:
             f"{name} is not JSON, or is cut off: {error}",
             hint="a report is what `fa-advisor profile model.py -o report.json` writes",
         ) from error
+    beyond = _beyond_any_report(head)
+    if beyond:
+        raise UsageError(
+            f"{name} is not a report: it holds {beyond}",
+            hint="a report is what `fa-advisor profile model.py -o report.json` writes",
+        )
     version = head.get("schema_version") if isinstance(head, dict) else None
     if not isinstance(version, int) or isinstance(version, bool) or version < 1:
         raise UsageError(
@@ -108,6 +118,24 @@ def _schema_version(raw: bytes, name: str) -> int:
             hint="a report is what `fa-advisor profile model.py -o report.json` writes",
         )
     return version
+
+
+def _beyond_any_report(value: Any) -> str:
+    """A text or number that no report holds and that no view could show; empty if there is none."""
+    pending = [value]
+    while pending:
+        item = pending.pop()
+        if isinstance(item, str):
+            if len(item) > MAX_TEXT:
+                return f"a text of {len(item):,} characters"
+        elif isinstance(item, int):
+            if item.bit_length() > 63:
+                return f"an integer of {item.bit_length():,} bits"
+        elif isinstance(item, dict):
+            pending += (*item, *item.values())
+        elif isinstance(item, list):
+            pending += item
+    return ""
 
 
 def json_schema() -> dict[str, Any]:

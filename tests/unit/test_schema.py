@@ -9,7 +9,8 @@ import jsonschema
 import pytest
 
 import samples
-from fa_advisor.report import Report, json_schema_text
+from fa_advisor.errors import UsageError
+from fa_advisor.report import Report, json_schema_text, parse
 
 SCHEMA = Path(__file__).parents[2] / "fa_advisor" / "report.schema.json"
 
@@ -39,3 +40,14 @@ def faults(report: Report) -> list[str]:
 
 def validator() -> jsonschema.Draft202012Validator:
     return jsonschema.Draft202012Validator(json.loads(SCHEMA.read_text()))
+
+
+@pytest.mark.parametrize(
+    ("beyond", "message"),
+    [("x" * 100_001, "a text of 100,001 characters"), (10**30, "an integer of 100 bits")],
+)
+def test_what_no_report_holds_is_refused(beyond: object, message: str) -> None:
+    document = json.loads(samples.report().to_json())
+    document["target"]["name" if isinstance(beyond, str) else "parameters"] = beyond
+    with pytest.raises(UsageError, match=message):
+        parse(json.dumps(document).encode(), "r.json")
