@@ -1,0 +1,586 @@
+"""From tensors to kernel launches.
+
+Everything that a launch needs besides its pointers is worked out once per kind of call - shapes,
+strides, options - and kept: Triton's own way to a launch costs more than the kernels at short
+lengths.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from triton.runtime.errors import OutOfResources
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from fa_advisor.kernels.backward import bias_kernel, delta_kernel, keys_kernel, queries_kernel
+from fa_advisor.kernels.forward import forward_kernel
+from fa_advisor.kernels.tiles import INTERPRETED, Tile, group_of, smaller, tile
+
+INTERPRET = bool(triton.knobs.runtime.interpret)
+# Tensor maps and their asynchronous copies came with Hopper.
+TMA_CAPABILITY = (9, 0)
+# Up to this many tokens, encoding tensor maps costs the host more than they save the GPU.
+SHORT = 512
+_PLANS_KEPT = 4096
+_NONE, _BOOLEAN, _ADDITIVE = 0, 1, 2
+
+
+class Options(NamedTuple):
+    """A call's options as the ops carry them; None: no limit."""
+
+    scale: float
+    is_causal: bool
+    bottom_right: bool
+    window_left: int | None
+    window_right: int | None
+    softcap: float
+    dropout_p: float
+    max_seqlen_q: int
+    max_seqlen_k: int
+
+
+class Inputs(NamedTuple):
+    """The tensors of a call. `seeds`: int64 [1], the key of dropout's random numbers."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    bias: Tensor | None
+    sinks: Tensor | None
+    alibi_slopes: Tensor | None
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k: Tensor | None
+    seeds: Tensor | None
+
+
+_Geometry = Callable[[Tile], tuple[int, tuple[Any, ...]]]
+
+
+class Launch:
+    """One kernel for one kind of call: called with the pointers, it launches.
+
+    geometry: the grid's size and the arguments after the pointers, for a tile. blocks: for the
+    pointers that are passed as tensor descriptors, the rows of their tiles.
+    """
+
+    def __init__(
+        self,
+        kernel: Any,
+        geometry: _Geometry,
+        chosen: Tile,
+        descriptors: Callable[[Tile], dict[int, tuple[Any, Any, Any]]] | None = None,
+    ) -> None:
+        self._kernel = kernel
+        self._geometry = geometry
+        self._tile = chosen
+        self._describe = descriptors
+        self._templates: dict[int, TensorDescriptor] = {}
+        self._runner: Any = None
+        self._static: tuple[Any, ...] = ()
+        self._lock = threading.Lock()
+
+    def __call__(self, *pointers: Any) -> None:
+        runner = self._runner
+        if runner is None:
+            self._first(pointers)
+            return
+        # An address is taken as it is; a tensor would be looked up with the driver each time.
+        addresses: list[Any] = [p if p is None else p.data_ptr() for p in pointers]
+        for position, template in self._templates.items():
+            descriptor = object.__new__(TensorDescriptor)
+            descriptor.__dict__.update(template.__dict__)
+            descriptor.base = pointers[position]
+            addresses[position] = descriptor
+        runner(*addresses, *self._static)
+
+    def _first(self, pointers: tuple[Any, ...]) -> None:
+        """Compile, with a smaller tile where this one asks for too much; and launch."""
+        with self._lock:
+            current: Tile | None = self._tile
+            while current is not None:
+                grid, static = self._geometry(current)
+                if self._describe is not None:
+                    self._templates = {
+                        position: TensorDescriptor(pointers[position], *map(list, description))
+                        for position, description in self._describe(current).items()
+                    }
+                try:
+                    compiled = self._kernel[(grid,)](
+                        *(self._templates.get(i, p) for i, p in enumerate(pointers)),
+                        *static,
+                        num_warps=current.num_warps,
+                        num_stages=current.num_stages,
+                        maxnreg=current.max_registers,
+                    )
+                except OutOfResources:
+                    following = smaller(current)
+                    if following is None:
+                        raise
+                    current = following
+                    continue
+                self._tile, self._static = current, static
+                for template in self._templates.values():
+                    template.base = None
+                if not INTERPRET:
+                    self._runner = compiled[(grid, 1, 1)]
+                return
+
+
+def _padded(dim: int) -> int:
+    return max(16, int(triton.next_power_of_2(dim)))
+
+
+def _allow_tf32() -> bool:
+    return bool(torch.backends.cuda.matmul.allow_tf32)
+
+
+class _Kind(NamedTuple):
+    """What all kernels of a call need to know of it."""
+
+    batch: int
+    heads: int
+    group: int
+    dim: int
+    dim_v: int
+    varlen: bool
+    fold: bool
+    softcap: bool
+    alibi: bool
+    bias: int
+    bias_shape: tuple[int, ...]
+    bias_strides: tuple[int, ...]
+    slope_stride: int
+    has_left: bool
+    has_right: bool
+    left: int
+    right: int
+    dropout: bool
+    threshold: int
+    keep_scale: float
+    precision: str
+    options: Options
+
+
+def _kind(x: Inputs, o: Options) -> _Kind:
+    varlen = x.cu_seqlens_q is not None
+    heads, dim = x.query.shape[1], x.query.shape[-1]
+    bias = _NONE
+    shape: tuple[int, ...] = (1, 1, 1, 1)
+    strides: tuple[int, ...] = (0, 0, 0, 0)
+    if x.bias is not None:
+        bias = _BOOLEAN if x.bias.dtype is torch.bool else _ADDITIVE
+        shape = tuple(x.bias.shape)
+        strides = tuple(0 if n == 1 else s for n, s in zip(shape, x.bias.stride(), strict=True))
+    right = 0 if o.is_causal else o.window_right
+    tf32 = x.query.dtype is torch.float32 and _allow_tf32()
+    slopes = x.alibi_slopes
+    return _Kind(
+        batch=x.cu_seqlens_q.shape[0] - 1 if x.cu_seqlens_q is not None else x.query.shape[0],
+        heads=heads,
+        group=heads // x.key.shape[1],
+        dim=dim,
+        dim_v=x.value.shape[-1],
+        varlen=varlen,
+        fold=not o.softcap and slopes is None and bias != _ADDITIVE and o.scale > 0,
+        softcap=o.softcap != 0.0,
+        alibi=slopes is not None,
+        bias=bias,
+        bias_shape=shape,
+        bias_strides=strides,
+        slope_stride=slopes.stride(0) if slopes is not None and slopes.ndim == 2 else 0,
+        has_left=o.window_left is not None,
+        has_right=right is not None,
+        # A side wider than the keys says nothing; kept small, so that 32 bits hold the sums.
+        left=min(o.window_left, 2**30) if o.window_left is not None else 0,
+        right=min(right, 2**30) if right is not None else 0,
+        dropout=o.dropout_p > 0.0,
+        threshold=min(round(o.dropout_p * 2**31), 2**31 - 1),
+        keep_scale=1.0 / (1.0 - o.dropout_p) if o.dropout_p < 1.0 else 0.0,
+        precision="tf32" if tf32 else "ieee",
+        options=o,
+    )
+
+
+def strides3(t: Tensor, varlen: bool) -> tuple[int, int, int]:
+    """Strides of batch, head and token, for [B, H, L, D] or packed [total, H, D]."""
+    s = t.stride()
+    return (0, s[1], s[0]) if varlen else (s[0], s[1], s[2])
+
+
+def strides2(t: Tensor, varlen: bool) -> tuple[int, int]:
+    """Strides of batch and head of [B, H, L] or [H, total], fp32 and contiguous in tokens."""
+    s = t.stride()
+    return (0, s[0]) if varlen else (s[0], s[1])
+
+
+def addressable(t: Tensor) -> Tensor:
+    """`t`, or a copy where the kernels can't read it in place.
+
+    They need the features contiguous, and 32 bits for the offsets within a tile.
+    """
+    if t.shape[-1] != 1 and t.stride(-1) != 1:
+        return t.contiguous()
+    if max(t.stride(), default=0) < 2**22 or t.stride(-2 if t.ndim == 4 else 0) < 2**22:
+        return t
+    return t.contiguous()
+
+
+def _tile(kernel: str, kind: _Kind, query: Tensor) -> Tile:
+    if INTERPRET:
+        return INTERPRETED
+    dim = max(_padded(kind.dim), _padded(kind.dim_v))
+    group = group_of(torch.cuda.get_device_capability(query.device))
+    return tile(group, kernel, dim, query.element_size())
+
+
+def _by_descriptor(*tensors: Tensor) -> bool:
+    """Whether tensor descriptors can name all of them: 16-byte strides and bases, nothing empty."""
+    if INTERPRET or torch.cuda.get_device_capability(tensors[0].device) < TMA_CAPABILITY:
+        return False
+    for t in tensors:
+        size = t.element_size()
+        if t.numel() == 0 or t.data_ptr() % 16 or t.shape[-1] * size < 16:
+            return False
+        for n, s in zip(t.shape[:-1], t.stride()[:-1], strict=True):
+            if n > 1 and (s == 0 or s * size % 16):
+                return False
+    return True
+
+
+def _layout(t: Tensor, varlen: bool) -> tuple[list[int], list[int]]:
+    """Shape and strides of a descriptor over [B, heads, tokens, features]."""
+    if varlen:
+        total, heads, dim = t.shape
+        shape, strides = [1, heads, total, dim], [0, t.stride(1), t.stride(0)]
+    else:
+        shape, strides = list(t.shape), list(t.stride()[:3])
+    # A dim of one never moves the address, but its stride must pass for one.
+    aligned = 16 // t.element_size()
+    return shape, [
+        max(aligned, triton.cdiv(s, aligned) * aligned) if n == 1 else s
+        for n, s in zip(shape[:3], strides, strict=True)
+    ] + [1]
+
+
+def _even(o: Options, t: Tile, varlen: bool) -> bool:
+    """Whether the keys fill their tiles, so that none of them needs a mask for the end."""
+    return not varlen and o.max_seqlen_k % t.block_n == 0
+
+
+def _bias_flags(kind: _Kind) -> tuple[bool, bool]:
+    return kind.bias_strides[2] != 0, kind.bias_strides[3] != 0
+
+
+_plans: dict[Any, Any] = {}
+
+
+def _key(
+    what: str, o: Options, x: Inputs, *more: Tensor | None, flags: tuple[bool, ...] = ()
+) -> Any:
+    """All that decides how a call is launched: options, shapes, strides, dtypes, alignment."""
+    q, k, v = x[:3]
+    alignment = q.data_ptr() | k.data_ptr() | v.data_ptr()
+    tf32 = q.dtype is torch.float32 and _allow_tf32()
+    key: tuple[Any, ...] = (
+        what, o, q.dtype, q.device, tf32, flags,
+        q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(),
+    )  # fmt: skip
+    for t in (*x[3:], *more):
+        if t is not None:
+            key += (t.dtype, t.shape, t.stride())
+            alignment |= t.data_ptr()
+        else:
+            key += (None,)
+    return (*key, alignment & 15 == 0)
+
+
+def _keep(key: Any, plan: Any) -> Any:
+    if len(_plans) >= _PLANS_KEPT:
+        _plans.clear()
+    _plans[key] = plan
+    return plan
+
+
+def like(t: Tensor, last: int | None = None) -> Tensor:
+    """An uninitialised tensor in `t`'s layout, dense, with `last` as its last dim.
+
+    Heads outside of tokens or tokens outside of heads, as `t` has them: what follows in a model
+    is written for the layout that it made.
+    """
+    shape = (*t.shape[:-1], t.shape[-1] if last is None else last)
+    if t.ndim == 4 and t.stride(1) < t.stride(2):
+        b, h, n, d = shape
+        return t.new_empty((b, n, h, d)).transpose(1, 2)
+    return t.new_empty(shape)
+
+
+class _Forward(NamedTuple):
+    """A forward call's plan: its launch, and how its results lie in memory."""
+
+    launch: Launch | None
+    out: tuple[Any, Any]
+    lse: tuple[int, ...]
+    copies: bool
+    additive: bool
+
+
+def forward(x: Inputs, o: Options) -> tuple[Tensor, Tensor, Tensor | None]:
+    """out, lse (fp32 [B, H, Lq] or [H, total]) and the row statistics that backward needs.
+
+    statistics: fp32 [2, *lse's shape] with an additive bias, else None.
+    """
+    q, k, v = x.query, x.key, x.value
+    key = _key("forward", o, x)
+    plan: _Forward | None = _plans.get(key)
+    if plan is None:
+        plan = _keep(key, _plan_forward(x, o))
+    if plan.copies:
+        q, k, v = addressable(q), addressable(k), addressable(v)
+    device = q.device
+    out = torch.empty_strided(*plan.out, dtype=q.dtype, device=device)
+    lse = torch.empty(plan.lse, dtype=torch.float32, device=device)
+    highest = total = statistics = None
+    if plan.additive:
+        statistics = torch.empty((2, *plan.lse), dtype=torch.float32, device=device)
+        highest, total = statistics[0], statistics[1]
+    if plan.launch is not None:
+        with _on(q):
+            plan.launch(
+                q, k, v, out, lse, highest, total, _bytes(x.bias), x.sinks, x.alibi_slopes,
+                x.cu_seqlens_q, x.cu_seqlens_k, x.seeds,
+            )  # fmt: skip
+    return out, lse, statistics
+
+
+def _check_device(query: Tensor) -> None:
+    if INTERPRET:
+        if query.dtype not in (torch.float16, torch.float32):
+            # Its dot multiplies bfloat16's bit patterns as integers.
+            raise ValueError(
+                "query: expected float16 or float32 under TRITON_INTERPRET=1,"
+                f" got {str(query.dtype).removeprefix('torch.')}"
+            )
+    elif not query.is_cuda:
+        raise ValueError(f"query: expected a CUDA tensor, got one on {query.device}")
+
+
+def _bytes(bias: Tensor | None) -> Tensor | None:
+    return bias.view(torch.uint8) if bias is not None and bias.dtype is torch.bool else bias
+
+
+class _NoGuard:
+    def __enter__(self) -> None: ...
+    def __exit__(self, *_: object) -> None: ...
+
+
+_NO_GUARD = _NoGuard()
+
+
+def _on(t: Tensor) -> Any:
+    """Launches go to the current device: make it the tensor's."""
+    if INTERPRET or t.device.index == torch.cuda.current_device():
+        return _NO_GUARD
+    return torch.cuda.device(t.device)
+
+
+def _plan_forward(x: Inputs, o: Options) -> _Forward:
+    _check_device(x.query)
+    q, k, v = addressable(x.query), addressable(x.key), addressable(x.value)
+    out = like(x.query, v.shape[-1])
+    lse_shape = (q.shape[1], q.shape[0]) if x.cu_seqlens_q is not None else tuple(q.shape[:3])
+    lse = q.new_empty(lse_shape, dtype=torch.float32)
+    kind = _kind(x, o)
+    tma = o.max_seqlen_k > SHORT and _by_descriptor(k, v)
+    block_d, block_dv = _padded(kind.dim), _padded(kind.dim_v)
+    bias_m, bias_n = _bias_flags(kind)
+    n = kind.varlen
+    sinks = x.sinks is not None
+    # What follows is kept for later calls: layouts alone, no tensor, or its memory would be too.
+    strides = (*strides3(q, n), *strides3(k, n), *strides3(v, n), *strides3(out, n))
+    row = strides2(lse, n)
+    layouts = (_layout(k, n), _layout(v, n))
+
+    def geometry(t: Tile) -> tuple[int, tuple[Any, ...]]:
+        blocks = triton.cdiv(o.max_seqlen_q, t.block_m)
+        return blocks * kind.batch * kind.heads, (
+            *strides, *row, *kind.bias_strides, kind.slope_stride,
+            o.max_seqlen_q, o.max_seqlen_k, kind.heads, kind.group, blocks,
+            o.scale, o.softcap, kind.left, kind.right, kind.threshold, kind.keep_scale,
+            n, kind.fold, kind.softcap, kind.alibi, sinks,
+            kind.bias, bias_m, bias_n, kind.has_left, kind.has_right, o.bottom_right,
+            kind.dropout, tma, _even(o, t, n), kind.precision,
+            kind.dim, kind.dim_v, block_d, block_dv,
+            t.block_m, t.block_n,
+        )  # fmt: skip
+
+    def descriptors(t: Tile) -> dict[int, tuple[Any, Any, Any]]:
+        return {
+            1: (*layouts[0], [1, 1, t.block_n, block_d]),
+            2: (*layouts[1], [1, 1, t.block_n, block_dv]),
+        }
+
+    launch = None
+    if out.numel():
+        launch = Launch(
+            forward_kernel, geometry, _tile("forward", kind, q), descriptors if tma else None
+        )
+    return _Forward(
+        launch=launch,
+        out=(tuple(out.shape), out.stride()),
+        lse=lse_shape,
+        copies=q is not x.query or k is not x.key or v is not x.value,
+        additive=kind.bias == _ADDITIVE,
+    )
+
+
+class _Backward(NamedTuple):
+    """A backward call's plan. gradients: size and stride of dQ, dK and dV."""
+
+    delta: Launch
+    keys: Launch
+    queries: Launch
+    bias: Launch | None
+    gradients: tuple[tuple[Any, Any], ...]
+    copies: bool
+
+
+def backward(
+    x: Inputs, o: Options, grad_out: Tensor, grad_lse: Tensor | None,
+    out: Tensor, lse: Tensor, statistics: Tensor | None, need_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:  # fmt: skip
+    """dQ, dK, dV, the bias's gradient (None unless `need_bias`) and delta."""
+    q, k, v, g, bias = x.query, x.key, x.value, grad_out, x.bias
+    key = _key("backward", o, x, g, grad_lse, out, flags=(need_bias,))
+    plan: _Backward | None = _plans.get(key)
+    if plan is None:
+        plan = _keep(key, _plan_backward(x, o, g, grad_lse, out, lse, need_bias))
+    if plan.copies:
+        q, k, v, g = addressable(q), addressable(k), addressable(v), addressable(g)
+    device = q.device
+    dq, dk, dv = (
+        torch.empty_strided(*where, dtype=q.dtype, device=device) for where in plan.gradients
+    )
+    delta, base = torch.empty_like(lse), torch.empty_like(lse)
+    highest = total = dbias = None
+    if statistics is not None and statistics.numel():
+        highest, total = statistics[0], statistics[1]
+    if need_bias and bias is not None:
+        dbias = torch.empty(bias.shape, dtype=bias.dtype, device=device)
+    raw_bias = _bytes(bias)
+    rest = (x.alibi_slopes, x.cu_seqlens_q, x.cu_seqlens_k, x.seeds)
+    with _on(q):
+        if q.numel():
+            plan.delta(out, g, grad_lse, lse, delta, base, x.cu_seqlens_q)
+            plan.queries(q, k, v, g, dq, base, highest, total, delta, raw_bias, *rest)
+        if k.numel():
+            plan.keys(q, k, v, g, dk, dv, base, highest, total, delta, raw_bias, *rest)
+        if plan.bias is not None and dbias is not None and dbias.numel():
+            plan.bias(
+                q, k, v, g, dbias, highest, total, delta, bias, x.alibi_slopes, x.seeds
+            )  # fmt: skip
+    return dq, dk, dv, dbias, delta
+
+
+def _plan_backward(
+    x: Inputs, o: Options, grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor,
+    need_bias: bool,
+) -> _Backward:  # fmt: skip
+    q, k, v, g = (addressable(t) for t in (x.query, x.key, x.value, grad_out))
+    dq, dk, dv = like(x.query), like(x.key), like(x.value)
+    dbias = torch.empty(x.bias.shape, device="meta") if need_bias and x.bias is not None else None
+    kind = _kind(x, o)
+    block_d, block_dv = _padded(kind.dim), _padded(kind.dim_v)
+    bias_m, bias_n = _bias_flags(kind)
+    n = kind.varlen
+    keys_tma = o.max_seqlen_q > SHORT and _by_descriptor(q, g)
+    queries_tma = o.max_seqlen_k > SHORT and _by_descriptor(k, v)
+    row = strides2(lse, n)
+    inputs = (*strides3(q, n), *strides3(k, n), *strides3(v, n), *strides3(g, n))
+    numbers = (o.scale, o.softcap, kind.left, kind.right, kind.threshold, kind.keep_scale)
+    switches = (
+        n, kind.fold, kind.softcap, kind.alibi, kind.bias, bias_m, bias_n,
+        kind.has_left, kind.has_right, o.bottom_right, kind.dropout,
+    )  # fmt: skip
+    widths = (kind.dim, kind.dim_v, block_d, block_dv)
+    # As in the forward's plan: no tensor in what is kept.
+    need_lse = grad_lse is not None
+    lse_strides = (0, 0, 0)
+    if grad_lse is not None:
+        s = grad_lse.stride()
+        lse_strides = (0, s[0], s[1]) if n else (s[0], s[1], s[2])
+    delta_strides = (*strides3(out, n), *strides3(g, n), *row, *lse_strides)
+    query_strides = strides3(dq, n)
+    key_strides = (*strides3(dk, n), *strides3(dv, n))
+    bias_strides = dbias.stride() if dbias is not None else ()
+    layouts = [_layout(t, n) for t in (q, g, k, v)]
+
+    def delta_geometry(t: Tile) -> tuple[int, tuple[Any, ...]]:
+        blocks = triton.cdiv(o.max_seqlen_q, t.block_m)
+        return blocks * kind.batch * kind.heads, (
+            *delta_strides, o.max_seqlen_q, kind.heads, blocks, n, need_lse, kind.fold,
+            kind.dim_v, block_dv,
+            t.block_m,
+        )  # fmt: skip
+
+    def keys_geometry(t: Tile) -> tuple[int, tuple[Any, ...]]:
+        blocks = triton.cdiv(o.max_seqlen_k, t.block_n)
+        return blocks * kind.batch * (kind.heads // kind.group), (
+            *inputs, *key_strides, *row,
+            *kind.bias_strides, kind.slope_stride,
+            o.max_seqlen_q, o.max_seqlen_k, kind.heads, kind.group, blocks, *numbers,
+            *switches, keys_tma, kind.precision, *widths, t.block_m, t.block_n,
+        )  # fmt: skip
+
+    def queries_geometry(t: Tile) -> tuple[int, tuple[Any, ...]]:
+        blocks = triton.cdiv(o.max_seqlen_q, t.block_m)
+        return blocks * kind.batch * kind.heads, (
+            *inputs, *query_strides, *row, *kind.bias_strides, kind.slope_stride,
+            o.max_seqlen_q, o.max_seqlen_k, kind.heads, kind.group, blocks, *numbers,
+            *switches, queries_tma, _even(o, t, n), kind.precision, *widths, t.block_m, t.block_n,
+        )  # fmt: skip
+
+    def bias_geometry(t: Tile) -> tuple[int, tuple[Any, ...]]:
+        blocks_m = triton.cdiv(o.max_seqlen_q, t.block_m)
+        blocks_n = triton.cdiv(o.max_seqlen_k, t.block_n)
+        owns = tuple(size != 1 for size in kind.bias_shape)
+        grid = 1
+        for own, size in zip(owns, (kind.batch, kind.heads, blocks_m, blocks_n), strict=True):
+            grid *= size if own else 1
+        return grid, (
+            *inputs, *bias_strides, *row, *kind.bias_strides, kind.slope_stride,
+            kind.batch, o.max_seqlen_q, o.max_seqlen_k, kind.heads, kind.group, blocks_m, blocks_n,
+            *numbers, kind.softcap, kind.alibi, *owns, kind.has_left, kind.has_right,
+            o.bottom_right, kind.dropout, kind.precision, *widths, t.block_m, t.block_n,
+        )  # fmt: skip
+
+    def keys_descriptors(t: Tile) -> dict[int, tuple[Any, Any, Any]]:
+        return {
+            0: (*layouts[0], [1, 1, t.block_m, block_d]),
+            3: (*layouts[1], [1, 1, t.block_m, block_dv]),
+        }
+
+    def queries_descriptors(t: Tile) -> dict[int, tuple[Any, Any, Any]]:
+        return {
+            1: (*layouts[2], [1, 1, t.block_n, block_d]),
+            2: (*layouts[3], [1, 1, t.block_n, block_dv]),
+        }
+
+    return _Backward(
+        delta=Launch(delta_kernel, delta_geometry, Tile(64 if block_dv < 256 else 32, 16, 4, 1)),
+        keys=Launch(
+            keys_kernel, keys_geometry, _tile("keys", kind, q),
+            keys_descriptors if keys_tma else None,
+        ),
+        queries=Launch(
+            queries_kernel, queries_geometry, _tile("queries", kind, q),
+            queries_descriptors if queries_tma else None,
+        ),
+        bias=Launch(bias_kernel, bias_geometry, _tile("bias", kind, q)) if need_bias else None,
+        gradients=tuple((tuple(t.shape), t.stride()) for t in (dq, dk, dv)),
+        copies=any(a is not b for a, b in zip((q, k, v, g), (*x[:3], grad_out), strict=True)),
+    )  # fmt: skip

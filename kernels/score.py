@@ -1,0 +1,158 @@
+"""What forward and backward share: the logits of one tile, what is visible in it, its dropout.
+
+A tile is square-indexed by `rows` (queries) and `cols` (keys), index blocks that broadcast against
+each other: [M, 1] and [1, N], or [1, M] and [N, 1] where the tile is held transposed. Both count
+from the start of the sequence.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+# Kinds of bias.
+BOOLEAN = tl.constexpr(1)
+ADDITIVE = tl.constexpr(2)
+
+
+@triton.jit
+def tanh(x):
+    """Tanh in fp32 to about an ulp: near 0, 1 - 2 / (exp(2x) + 1) would lose every digit."""
+    z = x * x
+    poly = -5.70498872745e-3 * z + 2.06390887954e-2
+    poly = poly * z - 5.37397155531e-2
+    poly = poly * z + 1.33314422036e-1
+    poly = poly * z - 3.33332819422e-1
+    far = 1.0 - 2.0 / (tl.exp2(tl.abs(x) * (2.0 * LOG2E)) + 1.0)
+    return tl.where(z < 0.390625, x + x * z * poly, tl.where(x < 0, -far, far))
+
+
+@triton.jit
+def visible(rows, cols, len_k, shift, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr):
+    """Which pairs the lengths and the window let through; `shift` aligns queries with keys."""
+    seen = (cols < len_k) & (rows >= 0)
+    if HAS_RIGHT:
+        seen = seen & (cols - rows <= shift + right)
+    if HAS_LEFT:
+        seen = seen & (cols - rows >= shift - left)
+    return seen
+
+
+@triton.jit
+def load_bias(
+    bias, row_start, col_start, rows, cols, len_q, len_k, stride_m, stride_n,
+    BIAS_M: tl.constexpr, BIAS_N: tl.constexpr, PADDED: tl.constexpr,
+):  # fmt: skip
+    """The bias of a tile, broadcast over what BIAS_M and BIAS_N say it hasn't got."""
+    if BIAS_M:
+        bias += row_start.to(tl.int64) * stride_m
+    if BIAS_N:
+        bias += col_start.to(tl.int64) * stride_n
+    if BIAS_M and BIAS_N:
+        where = bias + (rows - row_start) * stride_m + (cols - col_start) * stride_n
+        if PADDED:
+            return tl.load(where, mask=(rows < len_q) & (cols < len_k), other=0)
+        return tl.load(where, mask=rows < len_q, other=0)
+    elif BIAS_M:
+        return tl.load(bias + (rows - row_start) * stride_m, mask=rows < len_q, other=0)
+    elif BIAS_N:
+        return tl.load(bias + (cols - col_start) * stride_n, mask=cols < len_k, other=0)
+    else:
+        return tl.load(bias)
+
+
+@triton.jit
+def logits(
+    product, row_start, col_start, rows, cols, len_q, len_k, shift, left, right,
+    scale, softcap, slope, bias, stride_bm, stride_bn,
+    MASKED: tl.constexpr, FOLD: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
+    BIAS: tl.constexpr, BIAS_M: tl.constexpr, BIAS_N: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+):  # fmt: skip
+    """A tile's logits from QK^T, and the derivative of the softcap at them.
+
+    FOLD leaves them unscaled: the caller folds the scale into its exp2.
+    """
+    s = product
+    slope_of_cap = s
+    if not FOLD:
+        s = s * scale
+        if SOFTCAP:
+            t = tanh(s / softcap)
+            slope_of_cap = 1.0 - t * t
+            s = t * softcap
+        if ALIBI:
+            s -= slope * tl.abs(rows + shift - cols).to(tl.float32)
+        if BIAS == ADDITIVE:
+            s += load_bias(
+                bias, row_start, col_start, rows, cols, len_q, len_k, stride_bm, stride_bn,
+                BIAS_M, BIAS_N, MASKED,
+            ).to(tl.float32)  # fmt: skip
+    if BIAS == BOOLEAN:
+        shown = load_bias(
+            bias, row_start, col_start, rows, cols, len_q, len_k, stride_bm, stride_bn,
+            BIAS_M, BIAS_N, MASKED,
+        )  # fmt: skip
+        s = tl.where(shown != 0, s, float("-inf"))
+    if MASKED:
+        s = tl.where(visible(rows, cols, len_k, shift, left, right, HAS_LEFT, HAS_RIGHT), s,
+                     float("-inf"))  # fmt: skip
+    return s, slope_of_cap
+
+
+@triton.jit
+def kept(
+    seed, batch_head, row_start, col_start, threshold,
+    ROWS: tl.constexpr, COLS: tl.constexpr, TRANSPOSED: tl.constexpr,
+):  # fmt: skip
+    """Which of a tile's probabilities dropout keeps: a function of (seed, head, row, column) alone.
+
+    One philox call serves four neighbouring columns. Seven rounds pass BigCrush (Salmon et al.,
+    2011); ten only cost more.
+    """
+    rows = row_start + tl.arange(0, ROWS)[:, None]
+    quads = col_start // 4 + tl.arange(0, COLS // 4)[None, :]
+    zero = tl.zeros([ROWS, COLS // 4], tl.int32)
+    a, b, c, d = tl.philox(seed, zero + rows, zero + quads, zero + batch_head, zero, n_rounds=7)
+    # 31 bits, so that the comparison is between signed numbers.
+    a = ((a >> 1).to(tl.int32) >= threshold).to(tl.int8)
+    b = ((b >> 1).to(tl.int32) >= threshold).to(tl.int8)
+    c = ((c >> 1).to(tl.int32) >= threshold).to(tl.int8)
+    d = ((d >> 1).to(tl.int32) >= threshold).to(tl.int8)
+    keep = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (ROWS, COLS))
+    if TRANSPOSED:
+        keep = tl.trans(keep)
+    return keep != 0
+
+
+@triton.jit
+def load_rows(
+    tensor, batch, head, first, start, local, length, stride, width,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, TMA: tl.constexpr, PADDED: tl.constexpr,
+    EVEN: tl.constexpr,
+):  # fmt: skip
+    """Rows `start` to `start + ROWS` of a sequence, [ROWS, WIDTH]; 0 beyond the ends if PADDED.
+
+    tensor: with TMA a descriptor of [batch, head, token, feature] whose sequence begins at token
+    `first`; else a pointer to the sequence's first row. EVEN: `width` is WIDTH.
+    """
+    if TMA:
+        tile = tensor.load([batch, head, first + start, 0]).reshape(ROWS, WIDTH)
+        if PADDED:
+            # Beyond the sequence is the next one, which may hold anything.
+            tile = tl.where((start + local)[:, None] < length, tile, 0.0)
+        return tile
+    else:
+        features = tl.arange(0, WIDTH)
+        where = tensor + start.to(tl.int64) * stride + local[:, None] * stride + features[None, :]
+        if PADDED and EVEN:
+            return tl.load(where, mask=(start + local)[:, None] < length, other=0.0)
+        elif PADDED:
+            mask = ((start + local)[:, None] < length) & (features[None, :] < width)
+            return tl.load(where, mask=mask, other=0.0)
+        elif EVEN:
+            return tl.load(where)
+        else:
+            return tl.load(where, mask=features[None, :] < width, other=0.0)

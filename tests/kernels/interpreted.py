@@ -1,0 +1,316 @@
+"""What test_interpreter.py runs with TRITON_INTERPRET=1: forward and every gradient, small sizes.
+
+float32 and float16 (the interpreter has no bfloat16 products), against float64.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fa_advisor.kernels.arguments import Call
+from fa_advisor.kernels.op import attention
+
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3}
+
+
+def call(q: Tensor, k: Tensor, **given: Any) -> Call:
+    packed = q.ndim == 3
+    options: dict[str, Any] = {
+        **{"scale": q.shape[-1] ** -0.5, "is_causal": False, "bottom_right": False},
+        **{"window_left": None, "window_right": None, "softcap": 0.0, "dropout_p": 0.0},
+        **{"varlen": packed, "max_seqlen_q": q.shape[-2], "max_seqlen_k": k.shape[-2]},
+        **{"num_heads": q.shape[1], "num_kv_heads": k.shape[1]},
+    }
+    return Call(**{**options, **given})
+
+
+def reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    c: Call,
+    bias: Any = None,
+    sinks: Any = None,
+    slopes: Any = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """out and lse in float64, [B, H, Lq, Dv] and [B, H, Lq]."""
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    s = q @ k.transpose(-1, -2) * c.scale
+    len_q, len_k = s.shape[-2:]
+    if c.softcap:
+        s = c.softcap * torch.tanh(s / c.softcap)
+    ahead = torch.arange(len_k)[None] - torch.arange(len_q)[:, None]
+    ahead = ahead - (len_k - len_q if c.bottom_right else 0)
+    if slopes is not None:
+        s = s - slopes.double().view(-1, q.shape[1], 1, 1) * ahead.abs()
+    right = 0 if c.is_causal else c.window_right
+    seen = torch.ones(len_q, len_k, dtype=torch.bool)
+    if right is not None:
+        seen &= ahead <= right
+    if c.window_left is not None:
+        seen &= ahead >= -c.window_left
+    if bias is not None:
+        s = s + bias if bias.is_floating_point() else s.masked_fill(~bias, -math.inf)
+    s = s.masked_fill(~seen, -math.inf)
+    columns = [s]
+    if sinks is not None:
+        columns.append(sinks.view(1, -1, 1, 1).expand(*s.shape[:3], 1))
+    s = torch.cat(columns, -1)
+    if s.shape[-1] == 0:
+        return s @ v, s.new_full(s.shape[:3], -math.inf)
+    empty = (s == -math.inf).all(-1, keepdim=True)
+    safe = s.masked_fill(empty, 0.0)
+    p = safe.softmax(-1).masked_fill(empty, 0.0)
+    # torch.logsumexp's own gradient loses log(n) beside finfo.min.
+    highest = safe.amax(-1, keepdim=True).detach()
+    lse = (safe - highest).exp().sum(-1).log() + highest.squeeze(-1)
+    lse = lse.masked_fill(empty.squeeze(-1), -math.inf)
+    return p[..., :len_k] @ v, lse
+
+
+def gradients(out: Tensor, lse: Tensor, grad: Tensor, grad_lse: Tensor, leaves: Any) -> Any:
+    finite = torch.where(lse.isinf(), 0.0, lse)
+    loss = (out * grad.to(out.dtype)).sum() + (finite * grad_lse.to(lse.dtype)).sum()
+    return torch.autograd.grad(loss, leaves)
+
+
+def assert_close(got: Tensor, want: Tensor, dtype: torch.dtype, what: str) -> None:
+    assert got.isfinite().all(), what
+    error = (got.double() - want).norm()
+    assert error <= TOLERANCE[dtype] * want.norm() + 1e-5, (what, float(error), float(want.norm()))
+
+
+def check(
+    batch: int, heads: int, kv_heads: int, len_q: int, len_k: int, dim: int, dim_v: int,
+    dtype: torch.dtype = torch.float32, bias: Tensor | None = None, sinks: bool = False,
+    slopes: int = 0, **options: Any,
+) -> None:  # fmt: skip
+    """The kernels against the reference: out, lse and the gradients of all that has one."""
+    q = torch.randn(batch, heads, len_q, dim).to(dtype)
+    # The layout of a projection: tokens outside of heads.
+    k = torch.randn(batch, len_k, kv_heads, dim).to(dtype).transpose(1, 2)
+    v = torch.randn(batch, kv_heads, len_k, dim_v).to(dtype)
+    sink = torch.randn(heads) if sinks else None
+    slope = torch.rand((heads,) if slopes == 1 else (batch, heads)) if slopes else None
+    c = call(q, k, **options)
+
+    def leaf(t: Tensor | None, double: bool) -> Tensor | None:
+        if t is None or not t.is_floating_point():
+            return t
+        return (t.double() if double else t).detach().clone().requires_grad_()
+
+    ours = [leaf(t, False) for t in (q, k, v, bias, sink)]
+    theirs = [leaf(t, True) for t in (q, k, v, bias, sink)]
+    out, lse = attention(*ours, slope, None, None, c)  # type: ignore[arg-type]
+    want, want_lse = reference(*theirs[:3], c, *theirs[3:], slope)  # type: ignore[arg-type]
+    assert torch.equal(lse.isinf(), want_lse.isinf())
+    grad, grad_lse = torch.randn_like(want).to(dtype), torch.randn_like(want_lse)
+    grad_lse = grad_lse.where(~want_lse.isinf(), 0.0)
+    got = gradients(
+        out, lse, grad, grad_lse, [t for t in ours if t is not None and t.requires_grad]
+    )
+    expected = gradients(
+        want, want_lse, grad, grad_lse, [t for t in theirs if t is not None and t.requires_grad]
+    )
+    assert_close(out, want, dtype, "out")
+    assert_close(lse.where(~lse.isinf(), 0.0), want_lse.where(~lse.isinf(), 0.0), dtype, "lse")
+    for name, a, b in zip(("query", "key", "value", "4th", "5th"), got, expected, strict=False):
+        assert_close(a, b, dtype, f"gradient of {name}")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        {},
+        {"is_causal": True},
+        {"is_causal": True, "bottom_right": True},
+        {"window_left": 7, "window_right": 3},
+        {"is_causal": True, "window_left": 20, "sinks": True},
+        {"softcap": 2.0},
+        {"slopes": 2, "is_causal": True},
+        {"dtype": torch.float16, "is_causal": True},
+    ],
+)
+def test_features(case: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    check(1, 2, 1, 50, 37, 16, 24, **case)
+
+
+@pytest.mark.parametrize("lengths", [(1, 40), (40, 1), (0, 40), (40, 0), (33, 33)])
+def test_features_at_odd_lengths(lengths: tuple[int, int]) -> None:
+    check(1, 2, 2, *lengths, 5, 1)
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    len_q=st.integers(1, 50),
+    len_k=st.integers(1, 50),
+    kv_heads=st.sampled_from([1, 2]),
+    dim=st.sampled_from([1, 8, 20]),
+    bias=st.sampled_from(["none", "bool", "additive"]),
+    shape=st.tuples(*[st.booleans()] * 4),
+    causal=st.booleans(),
+    bottom_right=st.booleans(),
+    window=st.sampled_from([None, 0, 9]),
+    softcap=st.sampled_from([0.0, 3.0]),
+    slopes=st.sampled_from([0, 1, 2]),
+    sinks=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+@example(35, 40, 1, 8, "additive", (False, True, True, True), True, True, 9, 3.0, 1, True, 0)
+@example(
+    35, 40, 1, 8, "additive", (False, False, False, True), False, False, None, 0.0, 0, False, 0
+)
+def test_grid(
+    len_q: int, len_k: int, kv_heads: int, dim: int, bias: str, shape: tuple[bool, ...],
+    causal: bool, bottom_right: bool, window: int | None, softcap: float, slopes: int,
+    sinks: bool, seed: int,
+) -> None:  # fmt: skip
+    torch.manual_seed(seed)
+    full = (2, 2, len_q, len_k)
+    size = tuple(n if own else 1 for n, own in zip(full, shape, strict=True))
+    mask = {"none": None, "bool": torch.rand(size) < 0.7, "additive": torch.randn(size)}[bias]
+    check(
+        2, 2, kv_heads, len_q, len_k, dim, dim, bias=mask, sinks=sinks, slopes=slopes,
+        is_causal=causal, bottom_right=bottom_right, window_left=window, softcap=softcap,
+    )  # fmt: skip
+
+
+def test_packed_sequences_equal_one_call_each() -> None:
+    torch.manual_seed(0)
+    lens_q, lens_k = (0, 5, 33, 40), (3, 0, 40, 20)
+    cu = [
+        torch.tensor([0, *torch.tensor(n).cumsum(0).tolist()], dtype=torch.int32)
+        for n in (lens_q, lens_k)
+    ]
+    q, k, v = torch.randn(78, 2, 8), torch.randn(63, 1, 8), torch.randn(63, 1, 12)
+    sinks, slopes = torch.randn(2), torch.rand(2)
+    options = {"is_causal": True, "bottom_right": True, "window_left": 9}
+    c = call(q, k, max_seqlen_q=40, max_seqlen_k=40, **options)
+    ours = [t.clone().requires_grad_() for t in (q, k, v, sinks)]
+    theirs = [t.double().requires_grad_() for t in (q, k, v, sinks)]
+    out, lse = attention(*ours[:3], None, ours[3], slopes, *cu, c)  # type: ignore[call-arg]
+    parts = []
+    for (a, b), (d, e) in zip(*(pairwise(x.tolist()) for x in cu), strict=True):
+        one = [theirs[0][a:b], theirs[1][d:e], theirs[2][d:e]]
+        parts.append(
+            reference(*(t.transpose(0, 1)[None] for t in one), c, None, theirs[3], slopes)  # type: ignore[arg-type]
+        )
+    want = torch.cat([part[0][0].transpose(0, 1) for part in parts])
+    want_lse = torch.cat([part[1][0] for part in parts], 1)
+    grad, grad_lse = torch.randn_like(want), torch.randn_like(want_lse)
+    for a, b in zip(
+        (out, lse, *gradients(out, lse, grad, grad_lse, ours)),
+        (want, want_lse, *gradients(want, want_lse, grad, grad_lse, theirs)),
+        strict=True,
+    ):
+        assert_close(a, b, torch.float32, "packed")
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_dropout_drops_the_same_in_backward(causal: bool) -> None:
+    torch.manual_seed(1)
+    p, n = 0.3, 40
+    q, k = torch.randn(1, 2, n, 16), torch.randn(1, 1, n, 16)
+    c = call(q, k, dropout_p=p, is_causal=causal)
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        torch.manual_seed(7)
+        return attention(q, k, v, None, None, None, None, None, c)[0]
+
+    # With V = 1 the output is the dropped-out probabilities themselves.
+    kept = run(q, k, torch.eye(n)[None, None]) != 0
+    seen = torch.ones(n, n, dtype=torch.bool)
+    seen = seen.tril() if causal else seen
+    assert abs(kept[..., seen].float().mean() - (1 - p)) < 0.05
+    v = torch.randn(1, 1, n, 16)
+    ours = [t.clone().requires_grad_() for t in (q, k, v)]
+    theirs = [t.double().requires_grad_() for t in (q, k, v)]
+    s = (theirs[0] @ theirs[1].transpose(-1, -2) / 4).masked_fill(~seen, -math.inf)
+    want = (s.softmax(-1) * kept / (1 - p)) @ theirs[2]
+    out, grad = run(*ours), torch.randn(want.shape)
+    got = torch.autograd.grad((out * grad).sum(), ours)
+    expected = torch.autograd.grad((want * grad).sum(), theirs)
+    for a, b in zip((out, *got), (want, *expected), strict=True):
+        assert_close(a, b, torch.float32, "dropout")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_finfo_min_is_not_minus_infinity(dtype: torch.dtype) -> None:
+    torch.manual_seed(3)
+    n = 40
+    bias = torch.zeros(1, 1, n, n, dtype=dtype)
+    bias[..., :7, :] = torch.finfo(dtype).min
+    bias[..., :5] = torch.finfo(dtype).min
+    bias[..., 9, :] = -math.inf
+    check(1, 2, 2, n, n, 16, 16, dtype=dtype, bias=bias)
+
+
+def _leaves() -> list[Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(1, 2, 20, 16, requires_grad=True) for _ in range(3)]
+
+
+def _causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return attention(q, k, v, None, None, None, None, None, call(q, k, is_causal=True))[0]
+
+
+def test_op_is_one_node_under_compile_and_export() -> None:
+    leaves = _leaves()
+    compiled = torch.compile(_causal, fullgraph=True, backend="aot_eager")
+    got = torch.autograd.grad(compiled(*leaves).sum(), leaves)
+    want = torch.autograd.grad(_causal(*leaves).sum(), leaves)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+    class Model(torch.nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return _causal(q, k, v)
+
+    graph = torch.export.export(Model(), tuple(t.detach() for t in leaves)).graph
+    names = [str(n.target) for n in graph.nodes if n.op == "call_function"]
+    assert sum("flash_attention_forward" in name for name in names) == 1
+
+
+def test_op_passes_opcheck() -> None:
+    arguments = (*_leaves(), *[None] * 6, 0.25, True, False, None, None, 0.0, 0.0, 20, 20)
+    torch.library.opcheck(torch.ops.fa_advisor.flash_attention_forward.default, arguments)
+
+
+def test_op_under_functorch() -> None:
+    q, k, v = (t.detach() for t in _leaves())
+    got = torch.func.grad(lambda q: _causal(q, k, v).sum())(q)
+    leaf = q.clone().requires_grad_()
+    assert torch.equal(got, torch.autograd.grad(_causal(leaf, k, v).sum(), leaf)[0])
+
+
+def test_op_refuses_double_backward() -> None:
+    leaves = _leaves()
+    (first,) = torch.autograd.grad(_causal(*leaves).sum(), leaves[:1], create_graph=True)
+    with pytest.raises(RuntimeError, match="double backward isn't supported"):
+        torch.autograd.grad(first.sum(), leaves[0])
+
+
+def test_op_refuses_what_the_interpreter_computes_wrong() -> None:
+    q = torch.randn(1, 1, 8, 8, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="float16 or float32 under TRITON_INTERPRET"):
+        _causal(q, q, q)
+
+
+def test_op_keeps_no_tensor_alive() -> None:
+    import weakref
+
+    leaves = _leaves()
+    out = _causal(*leaves)
+    gradients = torch.autograd.grad(out.sum(), leaves)
+    watched = [weakref.ref(t) for t in (*leaves, out, *gradients)]
+    del leaves, out, gradients
+    assert all(reference() is None for reference in watched)

@@ -1,0 +1,29 @@
+"""The kernels' numerics under Triton's interpreter, in a child process: no GPU is needed.
+
+The child runs tests/kernels/interpreted.py, which the interpreter's switch must precede.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="no Triton")
+
+
+@pytest.mark.parametrize("part", ["features", "grid", "packed", "dropout", "finfo", "op"])
+def test_kernels_under_the_interpreter(part: str) -> None:
+    child = Path(__file__).with_name("interpreted.py")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", part, str(child)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        cwd=Path(__file__).parents[2],
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
