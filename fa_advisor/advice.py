@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from fa_advisor.attribution.ledger import StepLog
 from fa_advisor.attribution.limits import largest_scale, moments
 from fa_advisor.attribution.peak import Counterfactual, Peak, line, owner
-from fa_advisor.recommend import Eligible, Situation, recommendations
+from fa_advisor.recommend import FUSED, Eligible, Situation, recommendations
 from fa_advisor.records import (
     ATTENTION_CATEGORIES,
     Advice,
@@ -30,12 +30,14 @@ class Facts:
     peak: Peak
     peak_bytes: int
     counterfactual: Counterfactual
+    masked_peak_bytes: int  # the counterfactual's, had masks and biases stayed
     sites: tuple[AttentionSite, ...]
     device: DeviceSpec
     basis: Basis
     parameters: int
     seq_len: int | None
     batch_size: int | None
+    max_positions: int | None  # the longest sequence that the model has positions for
     unseen_bytes: int  # measured peak beyond what the op stream explains
 
 
@@ -74,6 +76,7 @@ def advise(facts: Facts, eligible: Eligible) -> Advice:
                 basis=facts.basis,
                 peak_bytes=facts.peak_bytes,
                 without_bytes=without,
+                masked_bytes=facts.masked_peak_bytes + facts.unseen_bytes,
             ),
             eligible,
         ),
@@ -134,8 +137,16 @@ def _limit(facts: Facts, size: int | None, eligible: Eligible, *, quadratic: boo
         scale = largest_scale(
             moments(facts.step, with_attention=with_attention), budget, quadratic=quadratic
         )
-        return None if scale is None or math.isinf(scale) else int(scale * size)
+        if scale is None or math.isinf(scale):
+            return None
+        fits = int(scale * size)
+        return min(fits, facts.max_positions or fits) if quadratic else fits
 
-    avoidable = any(eligible(site)[0] != "math" for site in facts.sites)
+    avoidable = any(
+        site.backend not in FUSED
+        and eligible(site)[0] != "math"
+        and not any("NOT_EXPRESSIBLE" in codes for codes in site.why_not.values())
+        for site in facts.sites
+    )
     now = largest(True)
     return Limit(now=now, advised=largest(False) if avoidable else now)

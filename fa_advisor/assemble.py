@@ -39,6 +39,7 @@ def assemble(
     target: TargetSpec,
     torch_version: tuple[int, int],
     measured: Measured | None = None,
+    max_positions: int | None = None,
     notes: tuple[str, ...] = (),
 ) -> Report:
     """The whole report. `types`: every module's class by its fully qualified name."""
@@ -53,12 +54,14 @@ def assemble(
         peak=peak,
         peak_bytes=peak_bytes,
         counterfactual=peaks.without_attention(step),
+        masked_peak_bytes=peaks.without_attention(step, keep_masks=True).peak_bytes,
         sites=sites,
         device=device,
         basis="measured" if measured else "modelled",
         parameters=target.parameters,
         seq_len=target.seq_len,
         batch_size=target.batch_size,
+        max_positions=max_positions,
         unseen_bytes=unattributed,
     )
 

@@ -27,6 +27,8 @@ class Eligibility:
             call.causal, call.has_mask, call.dropout_p,
         ).why_not  # fmt: skip
         first = "WEIGHTS_REQUESTED" if form == "mha" else "HAND_WRITTEN"
+        if not call.expressible:
+            first = "NOT_EXPRESSIBLE"
         return {name: (first, *against.get(name, ())) for name in ("cudnn", "flash", "efficient")}
 
     def best(self, site: AttentionSite) -> tuple[str, dict[str, tuple[str, ...]]]:

@@ -22,6 +22,7 @@ from fa_advisor.probes.watch import Watch
 from fa_advisor.records import DeviceSpec, Mode, Progress, TargetSpec
 from fa_advisor.report import Report
 from fa_advisor.steps import OptimizerName, Step, make_optimizer
+from fa_advisor.target.geometry import max_positions
 
 OnProgress = Callable[[Progress], None]
 
@@ -95,6 +96,7 @@ class Run:
                 ),
                 torch_version=torch_version(),
                 measured=measured,
+                max_positions=max_positions(self.model),
                 notes=(*notes, *(self.fake.assumptions if self.fake else ())),
             )
             self.progress(Progress(stage="done"))

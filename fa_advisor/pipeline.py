@@ -18,6 +18,7 @@ from fa_advisor.measure import OnProgress, Run
 from fa_advisor.placement import (
     DTYPES,
     Placement,
+    check_built,
     dtype_of,
     move,
     resolve,
@@ -51,6 +52,7 @@ def profile_target(request: ProfileRequest, progress: OnProgress) -> Report:
         target = load(request)
         progress(Progress(stage="build", note=type(target.model).__name__))
         model = target.model
+        check_built(model, target.name, on_fake=fake is not None)
         if fake is not None:
             fake.convert(model, dtype)
             build.note_causal_buffers(model)
@@ -102,6 +104,11 @@ def profile(
 
     Raises: UsageError for inputs that can't be made; what the model itself raises.
     """
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"profile takes an nn.Module, not {type(model).__name__}")
+    check_built(model, "the model")
+    if optimizer not in ("adamw", "sgd", "none"):
+        raise UsageError(f"optimizer {optimizer!r}: expected 'adamw', 'sgd' or 'none'")
     if mode not in ("train", "infer"):
         raise UsageError(f"mode {mode!r}: expected 'train' or 'infer'")
     on_gpu = next((p.device for p in model.parameters() if p.device.type == "cuda"), None)

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from fa_advisor.errors import DeviceError, UsageError
 from fa_advisor.records import TensorSpec
@@ -59,6 +60,22 @@ def resolve(device: str) -> Placement:
             hint="--device fake models the run without a GPU; --gpu says which GPU to model",
         )
     return Placement("cuda", int(index or 0))
+
+
+def check_built(model: nn.Module, name: str, *, on_fake: bool = True) -> None:
+    """Raises: UsageError where a parameter has no shape yet, or no memory where it needs some."""
+    for fqn, parameter in model.named_parameters():
+        if is_lazy(parameter):
+            raise UsageError(
+                f"{name} has parameters without a shape ({fqn}): a lazy module gets them when it"
+                " first runs",
+                hint="call the model once on an example before it is handed over",
+            )
+        if not on_fake and parameter.device.type == "meta":
+            raise UsageError(
+                f"{name} has parameters without memory ({fqn} is on the meta device)",
+                hint="profile it with --device fake, which needs none",
+            )
 
 
 def move(value: Any, placement: Placement, dtype: torch.dtype | None) -> Any:

@@ -37,6 +37,7 @@ class Situation:
     basis: Basis
     peak_bytes: int
     without_bytes: int  # the peak without attention's N x N memory
+    masked_bytes: int  # the same, but with its masks and biases
 
 
 def recommendations(
@@ -61,13 +62,21 @@ def _recommend(site: AttentionSite, situation: Situation, eligible: Eligible) ->
         backend="keep" if keep else backend,
         tile=None,  # torch's backends choose their own
         predicted=Predicted(
-            peak_allocated_bytes=situation.peak_bytes if keep else situation.without_bytes,
+            peak_allocated_bytes=_predicted(site, keep, situation),
             time_ms=None,
         ),
         basis=situation.basis if keep else "modelled",
         reasons=tuple(reasons),
         rejections=rejections,
     )
+
+
+def _predicted(site: AttentionSite, keep: bool, situation: Situation) -> int:
+    """The step's peak: as it is, without N x N memory, or with a mask that SDPA is handed."""
+    if keep:
+        return situation.peak_bytes
+    handed = site.has_mask and not (site.is_causal and site.seqlen_q == site.seqlen_k)
+    return situation.masked_bytes if handed else situation.without_bytes
 
 
 def _why(site: AttentionSite, backend: str, situation: Situation) -> tuple[list[str], bool]:
@@ -79,6 +88,8 @@ def _why(site: AttentionSite, backend: str, situation: Situation) -> tuple[list[
         if site.attention_bytes_at_peak:
             reasons.append("the N x N memory it has is its mask or bias")
         return reasons, True
+    if any("NOT_EXPRESSIBLE" in codes for codes in site.why_not.values()):
+        return ["more than scale, mask and bias between QK^T and softmax: SDPA can't say it"], True
     if backend == "math":
         return ["no fused backend takes this call on this GPU"], True
     reason, keep = _length_rule(max(site.seqlen_q, site.seqlen_k), situation)

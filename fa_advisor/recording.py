@@ -61,12 +61,16 @@ class Recording:
         if self._cuda_index is not None:
             torch.cuda.reset_peak_memory_stats(self._cuda_index)
         self._watch.__enter__()
+        try:
+            if self._model is not None:
+                self._watch.add_model(self._model)
+            if self._optimizer is not None:
+                self._watch.label_optimizer(self._optimizer)
+        except BaseException:
+            self._watch.__exit__(None, None, None)
+            raise
         self._state = "running"
         _active.append(self)
-        if self._model is not None:
-            self._watch.add_model(self._model)
-        if self._optimizer is not None:
-            self._watch.label_optimizer(self._optimizer)
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -97,7 +101,8 @@ class Recording:
             raise UsageError("the recording hasn't ended", hint="read .report after the with block")
         if step is None or not self._watch.stream.op_count:
             raise UsageError("nothing ran while recording", hint="call the model inside the block")
-        model = self._model or self._watch.scopes.first_root()
+        model = self._model if self._model is not None else self._watch.scopes.first_root()
+        parameters = list(model.parameters()) if model is not None else []
         call = self._watch.first_call
         batch, length = sizes_of(call)
         trained = any(entry.phase is not Phase.FORWARD for entry in step.entries)
@@ -109,14 +114,14 @@ class Recording:
                 path=None,
                 name=type(model).__name__ if model is not None else "",
                 mode="train" if trained else "infer",
-                dtype=str(dtype_of(model) if model else torch.float32).removeprefix("torch."),
+                dtype=str(dtype_of(model) if model is not None else torch.float32).removeprefix(
+                    "torch."
+                ),
                 batch_size=batch,
                 seq_len=length,
-                parameters=sum(p.numel() for p in model.parameters()) if model else 0,
-                trainable_parameters=(
-                    sum(p.numel() for p in model.parameters() if p.requires_grad) if model else 0
-                ),
-                inputs=specs_of(model, *call) if model else (),
+                parameters=sum(p.numel() for p in parameters),
+                trainable_parameters=sum(p.numel() for p in parameters if p.requires_grad),
+                inputs=specs_of(model, *call) if model is not None else (),
             ),
             torch_version=torch_version(),
             measured=self._measured,
@@ -138,6 +143,16 @@ def record(
     `model` and `optimizer` may be left out: models are found when they are called, optimizers when
     they step. `gpu`: the GPU to advise for, where it isn't the one found.
     """
+    if model is not None and not isinstance(model, nn.Module):
+        raise UsageError(
+            f"record takes an nn.Module, not {type(model).__name__}",
+            hint="leave it out to follow several models: each is found when it is called",
+        )
+    if optimizer is not None and not isinstance(optimizer, Optimizer):
+        raise UsageError(
+            f"record takes a torch optimizer, not {type(optimizer).__name__}",
+            hint="leave it out to follow several: each is found when it steps",
+        )
     return Recording(model, optimizer, gpu)
 
 

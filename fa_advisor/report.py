@@ -91,9 +91,18 @@ def parse(raw: bytes, name: str) -> Report:
             hint="upgrade with `pip install -U fa-advisor`",
         )
     try:
-        return msgspec.json.decode(raw, type=Report)
+        report = msgspec.json.decode(raw, type=Report)
     except (msgspec.ValidationError, RecursionError) as error:
         raise UsageError(f"{name} is not a valid fa-advisor report: {error}") from error
+    memory = report.memory
+    parts = (*memory.categories.values(), memory.unattributed_bytes)
+    if min(parts) < 0 or sum(parts) != memory.peak_allocated_bytes:
+        raise UsageError(
+            f"{name} is not a valid fa-advisor report: its categories and unattributed bytes add"
+            f" up to {sum(parts):,}, its peak is {memory.peak_allocated_bytes:,}",
+            hint="was it edited by hand?",
+        )
+    return report
 
 
 def _schema_version(raw: bytes, name: str) -> int:

@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
+    UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
 from torch.overrides import TorchFunctionMode
@@ -116,7 +117,7 @@ class FakeDevice:
             out = self.mode.dispatch(func, types, args, kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise no_value(func) from error
-        except UnsupportedOperatorException as error:
+        except (UnsupportedOperatorException, UnsupportedFakeTensorException) as error:
             raise TargetError(
                 f"{func} can't run on fake tensors (it has no shape rule)",
                 hint="profile with --device cpu or on a GPU with --device cuda",
@@ -188,6 +189,9 @@ class FakeDevice:
                 if id(buffer) not in memo:
                     memo[id(buffer)] = self.fake(buffer, dtype)
                 module._buffers[name] = memo[id(buffer)]
+            for name, value in vars(module).items():
+                if isinstance(value, Tensor) and value.device.type == "meta":
+                    setattr(module, name, self.fake(value, dtype))
 
     def copy_of(self, model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
         """A fake copy of a real model; the original is left alone."""
@@ -197,6 +201,10 @@ class FakeDevice:
         for buffer in model.buffers():
             if not _stays_real(buffer):
                 memo[id(buffer)] = self.fake(buffer, dtype)
+        for module in model.modules():
+            for value in vars(module).values():
+                if isinstance(value, Tensor) and value.device.type == "meta":
+                    memo[id(value)] = self.fake(value, dtype)
         return copy.deepcopy(model, memo)
 
     def _parameter(

@@ -95,7 +95,7 @@ class Watch:
     def add_model(self, model: nn.Module) -> None:
         """Label a model's parameters, buffers and existing gradients, and follow its gradients."""
         prefix = self.scopes.add_root(model)
-        self._hooks.append(model.register_forward_pre_hook(self._called, with_kwargs=True))
+        self._hooks.append(model.register_forward_pre_hook(_Called(self), with_kwargs=True))
         for name, module in model.named_modules():
             fqn = f"{prefix}.{name}" if prefix and name else prefix or name
             for parameter in module.parameters(recurse=False):
@@ -143,7 +143,8 @@ class Watch:
                 break
         self.add_inputs(args)
 
-    def _called(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    def called(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        """A model's forward begins; unlike the hook on all modules, this one sees keywords."""
         if self.scopes.depth <= 1 and self.first_call == ((), {}):
             self.first_call = (_outline(args), _outline(kwargs))
         self.add_inputs(kwargs)
@@ -187,6 +188,20 @@ def _tensors_in(values: Any) -> Iterable[Tensor]:
     elif isinstance(values, (list, tuple)):
         for value in values:
             yield from _tensors_in(value)
+
+
+class _Called:
+    """The hook on a model. A copy of the model, deep or pickled, gets one that does nothing."""
+
+    def __init__(self, watch: Watch | None = None) -> None:
+        self._watch = watch
+
+    def __call__(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        if self._watch is not None:
+            self._watch.called(model, args, kwargs)
+
+    def __reduce__(self) -> Any:
+        return _Called, ()
 
 
 def _outline(value: Any) -> Any:

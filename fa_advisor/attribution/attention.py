@@ -34,6 +34,14 @@ _PARAMETER = int(Origin.PARAMETER)
 _POSITION = int(Origin.POSITION)
 _TRIANGULAR = int(Origin.TRIANGULAR)
 _RANDOM = int(Origin.RANDOM)
+# What SDPA does too between QK^T and the softmax.
+_EXPRESSIBLE = frozenset(
+    (
+        *("mul", "mul_", "div", "div_", "add", "add_", "sub", "sub_", "exp", "exp_", "exp2"),
+        *("masked_fill", "masked_fill_", "where", "isneginf", "nan_to_num", "_log_softmax"),
+        *("_to_copy", "clone", "copy_", "contiguous", "native_dropout"),
+    )
+)
 
 
 class _Context:
@@ -126,6 +134,8 @@ class AttentionMatcher:
         unfold_queries(call, storage, shape)
         # A product that meets P or a dropout mask inside backward is dP.
         becomes_grad = role != "attention_grad" and c.phase is Phase.BACKWARD
+        if role == "attention_score" and not becomes_grad and c.op.name not in _EXPRESSIBLE:
+            call.expressible = False
         for other, other_shape in c.inputs:
             if other is storage:
                 continue
@@ -237,6 +247,7 @@ class AttentionMatcher:
                 continue
             call = operand.call.find()
             if other.origin & _PARAMETER and mixes_heads(call, shape):
+                call.expressible = False
                 for out, _ in c.outputs:
                     out.call, out.role = call, operand.role
                     self._keep(call, out)

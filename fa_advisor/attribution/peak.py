@@ -70,9 +70,12 @@ class Counterfactual:
     largest: Storage | None
 
 
-def without_attention(step: StepLog) -> Counterfactual:
-    """Replay the log, leaving out every storage that is attention's N x N memory."""
-    attention = set(ATTENTION_CATEGORIES)
+def without_attention(step: StepLog, *, keep_masks: bool = False) -> Counterfactual:
+    """Replay the log, leaving out every storage that is attention's N x N memory.
+
+    `keep_masks`: masks and biases stay, as they do for a kernel that is handed them.
+    """
+    attention = set(ATTENTION_CATEGORIES) - ({"attention_mask"} if keep_masks else set())
     left_out: dict[int, bool] = {}
 
     def counts(storage: Storage) -> bool:
@@ -194,11 +197,20 @@ def sites(step: StepLog, held: Iterable[Held], why_not: WhyNot) -> tuple[Attenti
             at_peak[id(call)] += nbytes
     groups: dict[tuple[object, ...], list[Call]] = {}
     seen: set[int] = set()
+    calls = []
     for call in step.calls:
         found = call.find()
         if id(found) not in seen:
             seen.add(id(found))
-            groups.setdefault(_site_key(found), []).append(found)
+            calls.append(found)
+    first_run = {_line_key(c): _site_key(c) for c in calls if c.phase is StreamPhase.FORWARD}
+    for call in calls:
+        # A checkpointed function runs again inside another module's backward: the same site.
+        again = call.phase is StreamPhase.RECOMPUTE
+        key = _site_key(call)
+        if again and key not in groups:
+            key = first_run.get(_line_key(call), key)
+        groups.setdefault(key, []).append(call)
     # Checkpointing runs a forward twice: count the first run, but add up both runs' bytes.
     made = []
     for calls in groups.values():
@@ -231,8 +243,11 @@ def sites(step: StepLog, held: Iterable[Held], why_not: WhyNot) -> tuple[Attenti
 
 
 def _site_key(call: Call) -> tuple[object, ...]:
+    return (call.scope.fqn, *_line_key(call))
+
+
+def _line_key(call: Call) -> tuple[object, ...]:
     return (
-        call.scope.fqn,
         call.source,
         backend_of(call),
         call.batch,

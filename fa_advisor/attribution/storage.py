@@ -121,6 +121,7 @@ class Call:
         "confirmed",
         "dropout_p",
         "dtype",
+        "expressible",
         "fused",
         "has_mask",
         "head_dim",
@@ -161,6 +162,7 @@ class Call:
         self.head_dim = head_dim
         self.dtype = dtype
         self.causal = False
+        self.expressible = True  # scale, masks and biases alone stand between S and its softmax
         self.has_mask = False
         self.dropout_p = 0.0
         self.scope = scope

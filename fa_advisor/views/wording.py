@@ -6,6 +6,8 @@ from fa_advisor.probes.sdpa import REASONS
 
 _OTHERS = {
     "HAND_WRITTEN": "the model computes softmax(QK^T)V itself, so torch has no backend to choose",
+    "NOT_EXPRESSIBLE": "between QK^T and the softmax stands more than scale, mask and bias, "
+    "which is all that scaled_dot_product_attention computes",
     "WEIGHTS_REQUESTED": "nn.MultiheadAttention is called with need_weights=True, its default, and "
     "has to keep P to return it",
 }
