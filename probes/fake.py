@@ -164,7 +164,8 @@ class FakeDevice:
     def fake(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """A fake tensor of the same size, strides and dtype (or `dtype`, for floating ones)."""
         target = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-        if isinstance(tensor, FakeTensor) and tensor.fake_mode is self.mode:
+        ours = isinstance(tensor, FakeTensor) and tensor.fake_mode is self.mode
+        if ours and tensor.device.type != "meta":
             with torch.no_grad():
                 return tensor.detach().to(target)
         with self.mode, torch.no_grad():
@@ -215,8 +216,10 @@ class FakeDevice:
             data = self.fake(parameter.detach(), dtype)
             with self.mode:
                 made = nn.Parameter(data, requires_grad=parameter.requires_grad)
+            own = vars(made).keys() | {"fake_device", "fake_mode", "constant"}
             for name, value in vars(parameter).items():
-                setattr(made, name, value)  # tags that models hang on their parameters
+                if name not in own:
+                    setattr(made, name, value)  # tags that models hang on their parameters
             memo[id(parameter)] = made
         return made  # type: ignore[return-value]
 
