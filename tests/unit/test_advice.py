@@ -81,7 +81,7 @@ def model(name: str, how: How) -> nn.Module:
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         vocab_size=8192, hidden_size=512, intermediate_size=1408, num_hidden_layers=2,
-        num_attention_heads=8, num_key_value_heads=2, max_position_embeddings=1 << 20,
+        num_attention_heads=8, num_key_value_heads=2, max_position_embeddings=1 << 24,
         use_cache=False, attn_implementation=how,
     )  # fmt: skip
     llama: nn.Module = transformers.LlamaForCausalLM(config).bfloat16()
