@@ -8,9 +8,9 @@ import math
 from dataclasses import dataclass
 
 from fa_advisor.attribution.ledger import StepLog
-from fa_advisor.attribution.limits import largest_scale, moments
+from fa_advisor.attribution.limits import Moment, largest_scale, moments
 from fa_advisor.attribution.peak import Counterfactual, Peak, line, owner
-from fa_advisor.recommend import FUSED, Eligible, Situation, recommendations
+from fa_advisor.recommend import FUSED, Eligible, Situation, expressible, recommendations
 from fa_advisor.records import (
     ATTENTION_CATEGORIES,
     Advice,
@@ -61,12 +61,14 @@ def advise(facts: Facts, eligible: Eligible) -> Advice:
     owners = shares(facts.peak)
     verdict = max(owners, key=lambda name: owners[name])
     without = facts.counterfactual.peak_bytes + facts.unseen_bytes
+    now = moments(facts.step, with_attention=True)
+    advised = moments(facts.step, with_attention=False) if _avoidable(facts, eligible) else now
     return Advice(
         verdict=verdict,
         summary=_summary(facts, verdict, owners, without),
         counterfactual_peak_bytes=without,
-        max_seq_len=_limit(facts, facts.seq_len, eligible, quadratic=True),
-        max_batch_size=_limit(facts, facts.batch_size, eligible, quadratic=False),
+        max_seq_len=_limit(facts, facts.seq_len, now, advised, quadratic=True),
+        max_batch_size=_limit(facts, facts.batch_size, now, advised, quadratic=False),
         recommendations=recommendations(
             facts.sites,
             Situation(
@@ -126,27 +128,32 @@ def _size(nbytes: int) -> str:
     return f"{nbytes} B"
 
 
-def _limit(facts: Facts, size: int | None, eligible: Eligible, *, quadratic: bool) -> Limit:
-    """The largest length or batch that fits the GPU: the step as it ran, and without N x N, where
-    some site could do without on this GPU."""
+def _avoidable(facts: Facts, eligible: Eligible) -> bool:
+    """Could some site do without N x N memory on this GPU?"""
+    return any(
+        site.backend not in FUSED and eligible(site)[0] != "math" and expressible(site)
+        for site in facts.sites
+    )
+
+
+def _limit(
+    facts: Facts,
+    size: int | None,
+    now: tuple[Moment, ...],
+    advised: tuple[Moment, ...],
+    *,
+    quadratic: bool,
+) -> Limit:
+    """The largest length or batch that fits the GPU: the step as it ran, and as advised."""
     if not size:
         return Limit(now=None, advised=None)
     budget = facts.device.total_memory_bytes - facts.unseen_bytes
 
-    def largest(with_attention: bool) -> int | None:
-        scale = largest_scale(
-            moments(facts.step, with_attention=with_attention), budget, quadratic=quadratic
-        )
+    def largest(step: tuple[Moment, ...]) -> int | None:
+        scale = largest_scale(step, budget, quadratic=quadratic)
         if scale is None or math.isinf(scale):
             return None
         fits = int(scale * size)
         return min(fits, facts.max_positions or fits) if quadratic else fits
 
-    avoidable = any(
-        site.backend not in FUSED
-        and eligible(site)[0] != "math"
-        and not any("NOT_EXPRESSIBLE" in codes for codes in site.why_not.values())
-        for site in facts.sites
-    )
-    now = largest(True)
-    return Limit(now=now, advised=largest(False) if avoidable else now)
+    return Limit(now=largest(now), advised=largest(advised))

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from fa_advisor.errors import DeviceError, UsageError
+from fa_advisor.probes.structure import tensors_in
 from fa_advisor.records import TensorSpec
 
 DTYPES: dict[str, torch.dtype | None] = {
@@ -109,7 +110,7 @@ def dtype_of(model: nn.Module) -> torch.dtype:
 def sizes_of(inputs: Any) -> tuple[int | None, int | None]:
     """(batch size, sequence length) as the inputs' shapes tell: the first token ids
     [batch, length], else the first floating [batch, length, features]."""
-    found = list(_tensors(inputs))
+    found = list(tensors_in(inputs))
     ids = next((t for t in found if t.dtype in _TOKENS and t.ndim == 2), None)
     if ids is not None:
         return int(ids.shape[0]), int(ids.shape[1])
@@ -131,7 +132,7 @@ def specs_of(
     made = []
     named = [(names[i] if i < len(names) else f"arg{i}", a) for i, a in enumerate(args)]
     for name, value in (*named, *kwargs.items()):
-        tensors = list(_tensors(value))
+        tensors = list(tensors_in(value))
         for index, tensor in enumerate(tensors):
             made.append(
                 TensorSpec(
@@ -141,17 +142,6 @@ def specs_of(
                 )
             )
     return tuple(made)
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
 
 
 @contextmanager

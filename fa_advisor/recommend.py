@@ -71,6 +71,11 @@ def _recommend(site: AttentionSite, situation: Situation, eligible: Eligible) ->
     )
 
 
+def expressible(site: AttentionSite) -> bool:
+    """Could the site's attention be said in a call of scaled_dot_product_attention?"""
+    return not any("NOT_EXPRESSIBLE" in codes for codes in site.why_not.values())
+
+
 def _predicted(site: AttentionSite, keep: bool, situation: Situation) -> int:
     """The step's peak: as it is, without N x N memory, or with a mask that SDPA is handed."""
     if keep:
@@ -88,7 +93,7 @@ def _why(site: AttentionSite, backend: str, situation: Situation) -> tuple[list[
         if site.attention_bytes_at_peak:
             reasons.append("the N x N memory it has is its mask or bias")
         return reasons, True
-    if any("NOT_EXPRESSIBLE" in codes for codes in site.why_not.values()):
+    if not expressible(site):
         return ["more than scale, mask and bias between QK^T and softmax: SDPA can't say it"], True
     if backend == "math":
         return ["no fused backend takes this call on this GPU"], True

@@ -35,20 +35,7 @@ class Report(ReportBody):
 
         Raises: UsageError where the file can't be written.
         """
-        target = Path(path)
-        partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
-        try:
-            if target.is_symlink() or (target.exists() and not target.is_file()):
-                target.write_bytes(self.to_json())  # through a link, or into a device
-                return
-            partial.write_bytes(self.to_json())
-            os.replace(partial, target)
-        except OSError as error:
-            partial.unlink(missing_ok=True)
-            raise UsageError(
-                f"can't write the report to {target}: {error.strerror or error}",
-                hint="give -o a file in a directory that exists and that you may write to",
-            ) from error
+        write_whole(path, self.to_json())
 
     def frames(self) -> dict[str, pd.DataFrame]:
         """The report's tables: categories, modules, sites, budgets, timeline, ledger."""
@@ -65,6 +52,36 @@ class Report(ReportBody):
         from fa_advisor.views.text import render_html
 
         return render_html(self)
+
+
+def write_whole(path: str | os.PathLike[str], data: bytes) -> None:
+    """Write a file, whole or not at all.
+
+    Raises: UsageError where it can't be written.
+    """
+    target = Path(path)
+    try:
+        # A link is followed. A pipe, /dev/stdout, or a file in a closed directory is written to.
+        if target.exists() and not (
+            target.is_file() and os.access(target.resolve().parent, os.W_OK)
+        ):
+            target.write_bytes(data)
+        else:
+            _replace(target.resolve(), data)
+    except OSError as error:
+        raise UsageError(
+            f"can't write the report to {target}: {error.strerror or error}",
+            hint="give -o a file in a directory that exists and that you may write to",
+        ) from error
+
+
+def _replace(target: Path, data: bytes) -> None:
+    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    try:
+        partial.write_bytes(data)
+        os.replace(partial, target)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def load(path: str | os.PathLike[str]) -> Report:

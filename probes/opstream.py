@@ -167,8 +167,11 @@ class OpStream(TorchDispatchMode):
             scope = self._scopes.current
             self._events.append((0, op, scope, Phase.OPTIMIZER, None, (), outputs, None))
 
-    def _sid(self, tensor: Tensor) -> int:
-        """The number of a tensor's storage; a storage never seen before existed before us."""
+    def sid(self, tensor: Tensor) -> int:
+        """The number of a tensor's storage; -1 for one that isn't followed.
+
+        A storage never seen before existed before the stream began.
+        """
         if self._device_type is not None and tensor.device.type != self._device_type:
             return -1
         try:
@@ -193,7 +196,7 @@ class OpStream(TorchDispatchMode):
             if sort is None:
                 sort = _learn_type(type(value))
             if sort is _Sort.TENSOR:
-                if everywhere:  # the common case of `_sid`, without the call
+                if everywhere:  # the common case of `sid`, without the call
                     try:
                         ref = refs.get(value.untyped_storage()._cdata)
                     except (NotImplementedError, RuntimeError):
@@ -201,7 +204,7 @@ class OpStream(TorchDispatchMode):
                     if ref is not None:
                         inputs.append((ref.sid, value.shape))
                         continue
-                sid = self._sid(value)
+                sid = self.sid(value)
                 if sid >= 0:
                     inputs.append((sid, value.shape))
             elif sort is _Sort.SEQUENCE:
@@ -282,17 +285,13 @@ class OpStream(TorchDispatchMode):
     def label(self, tensor: Tensor, label: str, fqn: str, *, triangular: bool = False) -> None:
         """Say what a tensor's storage is; wrapper subclasses are labelled by their parts."""
         for part in parts(tensor):
-            sid = self._sid(part)
+            sid = self.sid(part)
             if sid < 0:
                 continue
             ref = self._refs[part.untyped_storage()._cdata]
             if ref.label != label:
                 ref.label = label
                 self._events.append((Code.LABEL, sid, label, fqn, triangular))
-
-    def sid(self, tensor: Tensor) -> int:
-        """The number of a tensor's storage; -1 for one that isn't followed."""
-        return self._sid(tensor)
 
     def resized(self, storage: Any) -> None:
         """A storage was resized behind the dispatcher's back."""

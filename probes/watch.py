@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -26,6 +26,7 @@ from fa_advisor.probes.lines import user_line
 from fa_advisor.probes.masks import is_triangular
 from fa_advisor.probes.opstream import OpStream
 from fa_advisor.probes.scopes import Scopes
+from fa_advisor.probes.structure import tensors_in
 from fa_advisor.records import DeviceSpec
 
 
@@ -34,7 +35,6 @@ class Watch:
 
     `sink` gets the events. `gpu` decides which SDPA backend fake tensors take and is what
     `why_not` speaks of. `fake`: run on fake tensors. `device_type`: see `OpStream`.
-    `on_ops` is called with the number of operators so far, about every thousand.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Watch:
 
     def add_inputs(self, values: Any) -> None:
         """Label the tensors of a model's inputs."""
-        for tensor in _tensors_in(values):
+        for tensor in tensors_in(values):
             self.stream.label(tensor, "input", "")
 
     def end_step(self) -> None:
@@ -177,17 +177,6 @@ class Watch:
         """scaled_dot_product_attention was entered (facts) or left (None)."""
         source = user_line(sys._getframe(1)) if facts is not None else None
         self.stream.emit((Code.SDPA, facts, self.scopes.current, source))
-
-
-def _tensors_in(values: Any) -> Iterable[Tensor]:
-    if isinstance(values, Tensor):
-        yield values
-    elif isinstance(values, dict):
-        for value in values.values():
-            yield from _tensors_in(value)
-    elif isinstance(values, (list, tuple)):
-        for value in values:
-            yield from _tensors_in(value)
 
 
 class _Called:

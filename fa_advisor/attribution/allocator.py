@@ -22,13 +22,12 @@ def rounded(nbytes: int) -> int:
 
 
 class _Block:
-    __slots__ = ("address", "free", "next", "pool", "previous", "segment", "size")
+    __slots__ = ("address", "free", "next", "pool", "previous", "size")
 
-    def __init__(self, address: int, size: int, pool: list[tuple[int, int]], segment: int) -> None:
+    def __init__(self, address: int, size: int, pool: list[tuple[int, int]]) -> None:
         self.address = address
         self.size = size
         self.pool = pool
-        self.segment = segment
         self.free = False
         self.previous: _Block | None = None
         self.next: _Block | None = None
@@ -84,7 +83,7 @@ class CachingAllocator:
             length = (size + ROUND_LARGE - 1) // ROUND_LARGE * ROUND_LARGE
         if self._total is not None and self.reserved + length > self._total:
             self._release_cached()
-        block = _Block(self._end, length, pool, self._end)
+        block = _Block(self._end, length, pool)
         self._blocks[block.address] = block
         self._end += length
         self.reserved += length
@@ -102,7 +101,7 @@ class CachingAllocator:
                     self.reserved -= block.size
 
     def _split(self, block: _Block, size: int) -> None:
-        rest = _Block(block.address + size, block.size - size, block.pool, block.segment)
+        rest = _Block(block.address + size, block.size - size, block.pool)
         rest.free = True
         rest.previous, rest.next = block, block.next
         if block.next is not None:

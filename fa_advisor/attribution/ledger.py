@@ -95,7 +95,6 @@ class Ledger:
         self._waiting: list[Event] = []
         self._step = StepLog([], 0)
         self.best: StepLog | None = None
-        self.steps = 0
 
     def feed(self, events: list[Event]) -> None:
         """Take in events. The last operator waits: what dies right after it belongs to it."""
@@ -153,7 +152,6 @@ class Ledger:
     def _close_step(self) -> None:
         step = self._step
         step.calls, self._matcher.calls = self._matcher.calls, []
-        self.steps += 1
         if self.best is None or (step.entries and step.peak_bytes > self.best.peak_bytes):
             self.best = step
         self._begin_step()
@@ -162,7 +160,6 @@ class Ledger:
         """Forget the steps so far (warm-up); what is alive stays alive."""
         self._drain()
         self.best = None
-        self.steps = 0
         self._matcher.calls = []
         self._begin_step()
 

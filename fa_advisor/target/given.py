@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
 import torch
 
 from fa_advisor.errors import UsageError
+from fa_advisor.probes.structure import tensors_in
 from fa_advisor.target.faults import target_code
 from fa_advisor.target.find import Found
 from fa_advisor.target.geometry import max_positions
@@ -41,7 +42,7 @@ def given_inputs(
         if callable(value) and not isinstance(value, torch.Tensor):
             made = _call(value, name, found, label, asked)
             return _checked(made, f"what {name}() returned", label)
-        if value is not None and next(_tensors(value), None) is not None:
+        if value is not None and next(tensors_in(value), None) is not None:
             return _fixed(value, f"`{name}`", label, asked)
     return None
 
@@ -91,7 +92,7 @@ def _cannot_resize(what: str, size: str, label: str) -> UsageError:
 
 
 def _checked(value: Any, what: str, label: str) -> Call:
-    tensors = list(_tensors(value))
+    tensors = list(tensors_in(value))
     if not tensors:
         raise UsageError(
             f"{what} in {label} holds no tensor; "
@@ -105,14 +106,3 @@ def _checked(value: Any, what: str, label: str) -> Call:
     if isinstance(value, tuple | list):
         return tuple(value), {}
     return (value,), {}
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for each in value.values():
-            yield from _tensors(each)
-    elif isinstance(value, tuple | list):
-        for each in value:
-            yield from _tensors(each)

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from fa_advisor.errors import UsageError
-from fa_advisor.report import Report
+from fa_advisor.report import Report, write_whole
 from fa_advisor.views.layout import plain
 from fa_advisor.views.tables import TABLES, TableName, frame
 from fa_advisor.views.text import render_html, to_text
@@ -101,30 +101,7 @@ def write(
 
     Raises: UsageError where it can't be written or the extension is unknown.
     """
-    target = Path(path)
-    data = encode(report, format or format_of(path), table)
-    try:
-        # A link is followed. A pipe, /dev/stdout, or a file in a closed directory is written to.
-        if target.exists() and not (
-            target.is_file() and os.access(target.resolve().parent, os.W_OK)
-        ):
-            target.write_bytes(data)
-        else:
-            _replace(target.resolve(), data)
-    except OSError as error:
-        raise UsageError(
-            f"can't write the report to {target}: {error.strerror or error}",
-            hint="give -o a file in a directory that exists and that you may write to",
-        ) from error
-
-
-def _replace(target: Path, data: bytes) -> None:
-    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
-    try:
-        partial.write_bytes(data)
-        os.replace(partial, target)
-    finally:
-        partial.unlink(missing_ok=True)
+    write_whole(path, encode(report, format or format_of(path), table))
 
 
 def _either(names: Iterable[str]) -> str:
