@@ -17,6 +17,7 @@ from fa_advisor.errors import UsageError
 from fa_advisor.patching import fallback
 from fa_advisor.patching.configs import IMPLEMENTATION, OwnConfigs, name_originals
 from fa_advisor.patching.discover import Discovery
+from fa_advisor.patching.encoder import UnfusedEncoderLayer, around
 from fa_advisor.patching.example import Call, calls
 from fa_advisor.patching.interface import KEYS, InterfaceSite
 from fa_advisor.patching.mha import FusedMultihead
@@ -141,7 +142,11 @@ def _patch(model: nn.Module, example: Any, verify: bool) -> Handle:
     patched = [(name, each) for name, each in model.named_modules() if is_patched(each)]
     # A copy of a patched model, or one that was unpickled: nobody's yet.
     adopted = [(name, each) for name, each in patched if each not in _OWNERS]
-    records = [_adopted_record(name, module) for name, module in patched]
+    records = [
+        _adopted_record(name, module)
+        for name, module in patched
+        if not isinstance(module, UnfusedEncoderLayer)
+    ]
     sites: list[Site] = []
     configs = None
     if not adopted:
@@ -156,6 +161,9 @@ def _patch(model: nn.Module, example: Any, verify: bool) -> Handle:
         if site.code is None and site.kind is not None:
             swap(site.module, site.kind)
             modules.append(site.module)
+    for layer in list(around(modules, model)):
+        swap(layer, UnfusedEncoderLayer)
+        modules.append(layer)
     for module in modules:
         _OWNERS[module] = True
     report = PatchOutcome(sites=tuple(records), before=_UNMEASURED, after=_UNMEASURED)

@@ -245,11 +245,52 @@ def test_transformer_encoder(
         torch.testing.assert_close(out, expected[training], rtol=1e-4, atol=1e-5)
         assert out.stride() == expected[training].stride() or batch_first
     assert len(kernel_calls) == 4
-    with torch.no_grad():  # torch's fused layer, where it takes the call, asks no module
+    with torch.no_grad():  # nested tensors, of a padded batch, stay with torch's fused layer
         rows = ~inputs["src_key_padding_mask"] if padded else torch.ones(2, 40, dtype=torch.bool)
         rows = rows if batch_first else rows.T
         out = model(**inputs)
         torch.testing.assert_close(out[rows], expected[False][rows], rtol=1e-4, atol=1e-5)
+    nested = batch_first and padded and not causal
+    assert len(kernel_calls) == (4 if nested else 6)
+    handle.unpatch()
+    assert {type(each) for each in model.layers} == {nn.TransformerEncoderLayer}
+
+
+@pytest.mark.parametrize("norm_first", [True, False])
+def test_an_encoder_in_eval_mode(norm_first: bool, kernel_calls: list[tuple[int, ...]]) -> None:
+    """torch's fused layer would ask no attention module, nor would a copy or a compiled one."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True, norm_first=norm_first)
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
+    inputs = {
+        "src": torch.randn(2, 40, 32),
+        "src_key_padding_mask": torch.arange(40) >= torch.tensor([[40], [25]]),
+    }
+    graphs: list[str] = []
+
+    def read(graph: Any, _: Any) -> Any:
+        graphs.append(graph.code)
+        return graph
+
+    with torch.no_grad():
+        expected = model(**inputs)
+        handle = fa_advisor.patch(model, example=inputs)
+        names = [site.fqn for site in handle.report.sites]
+        assert names == ["layers.0.self_attn", "layers.1.self_attn"]
+        copied = copy.deepcopy(model)
+        for each in (model, copied):
+            kernel_calls.clear()
+            torch.testing.assert_close(each(**inputs), expected, rtol=1e-4, atol=1e-5)
+            assert len(kernel_calls) == 2
+        torch.compile(model, fullgraph=True, backend=read)(**inputs)
+        assert len(graphs) == 1 and "_transformer_encoder_layer_fwd" not in graphs[0]
+        adopted = fa_advisor.patch(copied)
+        assert [site.fqn for site in adopted.report.sites] == names
+        adopted.unpatch()
+        handle.unpatch()
+        for each in (model, copied):
+            assert {type(layer) for layer in each.layers} == {nn.TransformerEncoderLayer}
+            assert torch.equal(each(**inputs), expected)
 
 
 @pytest.mark.parametrize("batch_first", [True, False])
