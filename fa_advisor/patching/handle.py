@@ -17,6 +17,7 @@ from fa_advisor.errors import UsageError
 from fa_advisor.patching import fallback
 from fa_advisor.patching.configs import IMPLEMENTATION, OwnConfigs, name_originals
 from fa_advisor.patching.discover import Discovery
+from fa_advisor.patching.elsewhere import elsewhere
 from fa_advisor.patching.encoder import UnfusedEncoderLayer, around
 from fa_advisor.patching.example import Call, calls
 from fa_advisor.patching.interface import KEYS, InterfaceSite
@@ -65,6 +66,11 @@ class Handle:
         return self._model()
 
     @property
+    def patched(self) -> int:
+        """How many sites were patched."""
+        return sum(site.status == "patched" for site in self.report.sites)
+
+    @property
     def fallbacks(self) -> dict[str, dict[str, int]]:
         """{fqn: {code: calls}} of the calls that ran a patched site's original code."""
         model = self.model
@@ -83,8 +89,8 @@ class Handle:
             self._configs.undo()
         elif self._adopted and model is not None:
             name_originals(model)
-        if model is not None:
-            _HANDLES.pop(model, None)
+        if model is not None and _HANDLES.get(model) is self:
+            del _HANDLES[model]
 
     def __enter__(self) -> Handle:
         return self
@@ -98,9 +104,8 @@ class Handle:
         self.unpatch()
 
     def __repr__(self) -> str:
-        patched = sum(site.status == "patched" for site in self.report.sites)
         state = "" if self._active else ", undone"
-        return f"<Handle: {patched} of {len(self.report.sites)} sites patched{state}>"
+        return f"<Handle: {self.patched} of {len(self.report.sites)} sites patched{state}>"
 
 
 _HANDLES: WeakKeyDictionary[nn.Module, Handle] = WeakKeyDictionary()
@@ -132,7 +137,8 @@ def patch(model: nn.Module, *, example: Any = None, verify: bool = True) -> Hand
     if handle is not None and handle.active:
         return handle
     handle = _patch(model, example, verify)
-    _HANDLES[model] = handle
+    if handle.patched:  # where nothing was, a later call may find the reason gone
+        _HANDLES[model] = handle
     return handle
 
 
@@ -151,6 +157,7 @@ def _patch(model: nn.Module, example: Any, verify: bool) -> Handle:
     configs = None
     if not adopted:
         sites, configs = _find(inner, calls(inner, example), verify)
+        sites += elsewhere(inner, sites)
         names = {module: name for name, module in model.named_modules()}
         for site in sites:
             site.fqn = names.get(site.module, site.fqn)

@@ -562,6 +562,46 @@ def test_a_state_space_model_has_none() -> None:
     assert codes(patched(model, ARCHITECTURES["MambaForCausalLM"].inputs())) == ["NO_ATTENTION"]
 
 
+@pytest.mark.parametrize(
+    ("implementation", "form"),
+    [("flash_attention_2", "flash_attn"), ("flash_attention_3", "flash_attn"), ("mine", "eager")],
+)
+def test_another_implementation_of_transformers(
+    implementation: str, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One operator that no structure shows, as flash-attn's are; their packages aren't here."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    def opaque(
+        module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
+    ) -> tuple[Tensor, None]:
+        key, value = (each.repeat_interleave(HEADS // 2, 1) for each in (key, value))
+        out = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value)[0]
+        return out.transpose(1, 2), None
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, implementation, opaque)
+    model, inputs = ARCHITECTURES["Llama"].build("sdpa"), ARCHITECTURES["Llama"].inputs()
+    model.config._attn_implementation = implementation
+    wrapper = Wrapper(model)
+    handle = patched(wrapper, inputs)
+    (site,) = handle.report.sites
+    assert (site.fqn, site.form, site.backend) == ("module", form, implementation)
+    assert (site.status, site.code) == ("refused", "OTHER_IMPLEMENTATION")
+    assert implementation in handle.details["module"]
+    model.set_attn_implementation("sdpa")  # as the reason says
+    again = patched(wrapper, inputs)
+    handle.unpatch()
+    assert codes(again) == [None] * 2 and patched(wrapper, inputs) is again
+
+
+@pytest.mark.slow  # it is compiled
+def test_flex_attention_of_transformers() -> None:
+    model = ARCHITECTURES["Llama"].build("flex_attention").eval()
+    (site,) = patched(model, ARCHITECTURES["Llama"].inputs()).report.sites
+    assert (site.form, site.backend) == ("flex", "flex_attention")
+    assert site.code == "OTHER_IMPLEMENTATION"
+
+
 def test_head_dim_and_dtype() -> None:
     class Wide(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
