@@ -187,6 +187,33 @@ def test_transformer_encoder(padded: bool) -> None:
     assert found <= 2 * original + 1e-3
 
 
+def test_an_encoder_in_eval_mode() -> None:
+    """torch's fused layer writes the scores where it has a mask; a patched one doesn't."""
+    torch.manual_seed(0)
+    length = 2048
+    layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 1024, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    model = model.to("cuda", torch.bfloat16).eval()
+    inputs = {
+        "src": torch.randn(1, length, WIDTH, device="cuda", dtype=torch.bfloat16),
+        "src_key_padding_mask": torch.arange(length, device="cuda")[None] >= 1500,
+    }
+
+    def run() -> tuple[Tensor, int]:
+        with torch.no_grad():
+            model(**inputs)  # cuBLAS's workspaces are there from here on
+            there = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            out = model(**inputs)
+        return out[:, :1500], torch.cuda.max_memory_allocated() - there
+
+    expected, before = run()
+    with fa_advisor.patch(model, example=inputs):
+        out, after = run()
+    torch.testing.assert_close(out, expected, rtol=0.05, atol=0.05)
+    assert after < HEADS * length * length * 2 < before
+
+
 def test_the_scores_are_gone() -> None:
     """Hand-written attention of transformers at a length where S and P are what counts."""
     torch.manual_seed(0)
