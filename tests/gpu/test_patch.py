@@ -210,7 +210,7 @@ def test_an_encoder_in_eval_mode() -> None:
     expected, before = run()
     with fa_advisor.patch(model, example=inputs):
         out, after = run()
-    torch.testing.assert_close(out, expected, rtol=0.05, atol=0.05)
+    assert float((out - expected).norm() / expected.norm()) < 0.02  # bf16, two layers
     assert after < HEADS * length * length * 2 < before
 
 
