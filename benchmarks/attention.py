@@ -112,67 +112,111 @@ def features() -> Iterator[dict[str, Any]]:
     tensors = random_tensors(b, h, n, d)
     grouped = random_tensors(b, h, n, d, kv_heads=h // 4)
     lengths = torch.tensor([n, n // 2, n * 3 // 4, n // 4], device="cuda")
-    padding = (torch.arange(n, device="cuda") < lengths[:, None])[:, None, None, :]
-    full_mask = torch.rand(1, 1, n, n, device="cuda") < 0.5
+    at = torch.arange(n, device="cuda")
+    padding = (at < lengths[:, None])[:, None, None, :]
+    document = at // (n // 4)
+    documents = ((document[:, None] == document) & (at[:, None] >= at))[None, None]
+    scattered = torch.rand(1, 1, n, n, device="cuda") < 0.5
     bias = torch.randn(1, h, n, n, device="cuda", dtype=DTYPE)
+    causal = {"is_causal": True}
     sdpa = F.scaled_dot_product_attention
-    masked = ("efficient", "cudnn")
-    cases: list[tuple[str, Tensors, dict[str, Any], dict[str, Any], tuple[str, ...]]] = [
-        ("padding mask", tensors, {"mask": padding}, {"attn_mask": padding}, masked),
-        ("bool mask N x N", tensors, {"mask": full_mask}, {"attn_mask": full_mask}, masked),
-        ("additive bias", tensors, {"mask": bias}, {"attn_mask": bias}, masked),
-        ("GQA, causal", grouped, {"is_causal": True}, {"is_causal": True, "enable_gqa": True},
-         ("flash", "cudnn")),
-        ("dropout 0.1, causal", tensors, {"is_causal": True, "dropout_p": 0.1},
-         {"is_causal": True, "dropout_p": 0.1}, ("flash", "efficient")),
+    masked, dense = ("efficient", "cudnn"), ("flash", "cudnn")
+    # What to call it, tensors, options of ours and of SDPA, SDPA's backends, FlexAttention's mask.
+    cases: list[tuple[str, Tensors, dict[str, Any], dict[str, Any], tuple[str, ...], Any]] = [
+        ("key padding", tensors, {"mask": padding}, {"attn_mask": padding}, masked,
+         (lambda b, h, i, j: j < lengths[b], b)),
+        ("documents, causal, N x N", tensors, {"mask": documents}, {"attn_mask": documents}, masked,
+         (lambda b, h, i, j: (document[i] == document[j]) & (i >= j), None)),
+        ("half of N x N at random", tensors, {"mask": scattered}, {"attn_mask": scattered}, masked,
+         (lambda b, h, i, j: scattered[0, 0, i, j], None)),
+        ("additive bias", tensors, {"mask": bias}, {"attn_mask": bias}, masked, None),
+        ("GQA, causal", grouped, causal, {**causal, "enable_gqa": True}, dense,
+         (lambda b, h, i, j: i >= j, None)),
+        ("dropout 0.1, causal", tensors, {**causal, "dropout_p": 0.1},
+         {**causal, "dropout_p": 0.1}, ("flash", "efficient"), None),
+        (f"window {WINDOW}, causal", tensors, {**causal, "window_left": WINDOW}, {}, (),
+         (lambda b, h, i, j: (i >= j) & (i - j <= WINDOW), None)),
     ]  # fmt: skip
-    for name, given, kernel_options, options, backends in cases:
+    for name, given, kernel_options, options, backends, visible in cases:
         row: dict[str, Any] = {
             "feature": name,
-            "ours": timed(ours(*given, **kernel_options), given),
+            "ours": _attempt(ours(*given, **kernel_options), given),
         }
         for backend in backends:
             with sdpa_kernel(PEERS[backend]):
                 row[backend] = _attempt(lambda q, k, v, o=options: sdpa(q, k, v, **o), given)
+        if visible is not None:
+            row["flex"] = _attempt(_flex(n, *visible), given)
         yield row
+    yield _packed(lengths)
 
-    yield {
-        "feature": f"window {WINDOW}, causal",
-        "ours": timed(ours(*tensors, is_causal=True, window_left=WINDOW), tensors),
-        "flex": _attempt(_flex_window(n), tensors),
-    }
+
+def _packed(lengths: torch.Tensor) -> dict[str, Any]:
+    """Packed sequences, causal: SDPA on nested tensors, FlexAttention, torch's varlen_attn."""
+    _, h, n, d = FEATURE_SHAPE
+    total = int(lengths.sum())
     cu_seqlens = F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
-    packed = tuple(
-        torch.randn(int(lengths.sum()), h, d, device="cuda", dtype=DTYPE) for _ in range(3)
-    )
-    nested = tuple(
-        torch.nested.nested_tensor_from_jagged(t, cu_seqlens.long(), max_seqlen=n, min_seqlen=1)
-        for t in packed
-    )
-    row = {
+    packed: Any = tuple(torch.randn(total, h, d, device="cuda", dtype=DTYPE) for _ in range(3))
+    row: dict[str, Any] = {
         "feature": "packed sequences, causal",
-        "ours": timed(
-            ours(*packed, is_causal=True, cu_seqlens=cu_seqlens, max_seqlen=n),
-            packed,  # type: ignore[arg-type]
+        "ours": _attempt(
+            ours(*packed, is_causal=True, cu_seqlens=cu_seqlens, max_seqlen=n), packed
         ),
     }
-    views = tuple(t.transpose(1, 2) for t in nested)
-    with sdpa_kernel(SDPBackend.FLASH_ATTENTION), torch.no_grad():
-        try:
-            row["flash"] = {"forward_ms": milliseconds(lambda: sdpa(*views, is_causal=True))}
-        except RuntimeError as error:
-            row["flash"] = {"error": str(error)[:200]}
-    yield row
+
+    def nested(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        views = (
+            torch.nested.nested_tensor_from_jagged(
+                t, cu_seqlens.long(), max_seqlen=n, min_seqlen=n // 4
+            ).transpose(1, 2)
+            for t in (q, k, v)
+        )
+        out = F.scaled_dot_product_attention(*views, is_causal=True)
+        values: torch.Tensor = out.transpose(1, 2).values()
+        return values
+
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        row["flash, nested"] = _attempt(nested, packed)
+    document = torch.repeat_interleave(torch.arange(len(lengths), device="cuda"), lengths)
+    dense = tuple(t.transpose(0, 1)[None] for t in packed)
+    row["flex"] = _attempt(
+        _flex(total, lambda b, h, i, j: (document[i] == document[j]) & (i >= j), None), dense
+    )
+    # Not SDPA nor FlexAttention, but torch's: FlashAttention-2's own packed form.
+    flash = torch.ops.aten._flash_attention_forward
+    row["flash, packed"] = _attempt(
+        lambda q, k, v: flash(q, k, v, cu_seqlens, cu_seqlens, n, n, 0.0, True, False)[0], packed
+    )
+    return row
 
 
-def _flex_window(n: int) -> Callable[..., Any]:
+def _flex(n: int, visible: Any, batch: int | None) -> Callable[..., Any]:
+    """FlexAttention, compiled, its block mask made beforehand: its cost isn't counted."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    block_mask = create_block_mask(
-        lambda b, h, i, j: (i >= j) & (i - j <= WINDOW), None, None, n, n, device="cuda"
-    )
+    block_mask = create_block_mask(visible, batch, None, n, n, device="cuda")
     compiled = torch.compile(flex_attention, dynamic=False)
-    return lambda q, k, v: compiled(q, k, v, block_mask=block_mask)
+    return lambda q, k, v: compiled(
+        q, k, v, block_mask=block_mask, enable_gqa=q.shape[1] != k.shape[1]
+    )
+
+
+def _over_the_best(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """How many times as fast as the best other path, by feature and direction."""
+    figures: dict[str, Any] = {}
+    for direction in ("forward_ms", "backward_ms"):
+        ratios = {}
+        for row in rows:
+            others = [
+                peer[direction]
+                for name, peer in row.items()
+                if name not in ("feature", "ours") and direction in peer
+            ]
+            if others and direction in row["ours"]:
+                ratios[row["feature"]] = min(others) / row["ours"][direction]
+        mean = math.exp(sum(map(math.log, ratios.values())) / len(ratios))
+        figures[direction.removesuffix("_ms")] = {**ratios, "geometric mean": mean}
+    return figures
 
 
 def _attempt(function: Callable[..., Any], tensors: Tensors) -> dict[str, Any]:
@@ -276,6 +320,8 @@ def main() -> None:
     for row in features():
         special.append(row)
         print(row, flush=True)
+    over = _over_the_best(special)
+    print(over, flush=True)
     figures = {
         "question": __doc__,
         "plain": plain,
@@ -283,6 +329,7 @@ def main() -> None:
         "host": host,
         "memory": lengths,
         "features": special,
+        "features_over_the_best_other": over,
     }
     print(write("attention", figures))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -12,6 +12,8 @@ from fa_advisor.kernels import cpu
 from fa_advisor.kernels.arguments import check, unsupported_gpu
 from fa_advisor.kernels.packed import check_offsets
 
+# The way of calls like an earlier one, once there is one: it needs Triton.
+_repeated: Any = None
 # By CUDA device: why the kernels can't run there, or None.
 _refusals: dict[int, str | None] = {}
 
@@ -127,6 +129,18 @@ def flash_attention(
         ImportError: a CUDA tensor, and no Triton.
 
     """
+    tensors = (
+        query, key, value, attn_mask, sinks, alibi_slopes, cu_seqlens_q, cu_seqlens_k
+    )  # fmt: skip
+    known = None
+    if _repeated is not None and not torch.compiler.is_compiling():
+        known = _repeated.signature(tensors, (
+            dropout_p, is_causal, scale, enable_gqa, window, softcap, max_seqlen_q, max_seqlen_k,
+            causal_alignment,
+        ))  # fmt: skip
+        again: tuple[Tensor, Tensor] | None = _repeated.again(known, tensors)
+        if again is not None:
+            return again if return_lse else again[0]
     q, k, v, bias, call = check(
         query,
         key,
@@ -154,6 +168,8 @@ def flash_attention(
             check_offsets("cu_seqlens_q", cu_seqlens_q, q.shape[0], call.max_seqlen_q)
             check_offsets("cu_seqlens_k", cu_seqlens_k, k.shape[0], call.max_seqlen_k)
     out, lse = attention(q, k, v, bias, sinks, alibi_slopes, cu_seqlens_q, cu_seqlens_k, call)
+    if known is not None:
+        _repeated.remember(known, tensors, (q, k, v, bias), call)
     if not call.varlen and (query.ndim != 4 or query.shape[0] != out.shape[0]):
         lead = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])
         out, lse = out.reshape(*lead, *out.shape[1:]), lse.reshape(*lead, *lse.shape[1:])
@@ -169,7 +185,9 @@ def _gpu_attention(query: Tensor) -> Callable[..., tuple[Tensor, Tensor]]:
         refusal = _refusals[index]
         if refusal is not None:
             raise ValueError(refusal)
+    global _repeated
     try:
+        from fa_advisor.kernels import repeated
         from fa_advisor.kernels.op import attention
     except ModuleNotFoundError as error:
         if error.name != "triton":
@@ -178,4 +196,5 @@ def _gpu_attention(query: Tensor) -> Callable[..., tuple[Tensor, Tensor]]:
             "flash_attention on a CUDA tensor needs Triton, which isn't installed: pip install"
             " triton (triton-windows on Windows)"
         ) from error
+    _repeated = repeated
     return attention

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fa_advisor.kernels.score import ADDITIVE, LOG2E, kept, load_rows, logits
+from fa_advisor.kernels.score import ADDITIVE, BOOLEAN, LOG2E, kept, load_rows, logits, within
 
 
 @triton.jit(do_not_specialize=["len_q", "heads"])
@@ -100,7 +100,7 @@ def _to_keys(
     dk, dv, k, v, query, grad_out, base, row_max, row_sum, delta, batch, head, batch_head, first_q,
     col_start, begin, end, len_q, len_k, shift, left, right, stride_qm, stride_gm, dim, dim_v,
     scale, softcap, slope, bias, stride_bm, stride_bn, seed, threshold, keep_scale,
-    MASKED: tl.constexpr, PADDED_ROWS: tl.constexpr,
+    MASKED: tl.constexpr, EVEN_K: tl.constexpr, PADDED_ROWS: tl.constexpr,
     FOLD: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
     BIAS: tl.constexpr, BIAS_M: tl.constexpr, BIAS_N: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, DROPOUT: tl.constexpr,
@@ -128,7 +128,7 @@ def _to_keys(
         dp = tl.dot(v, tl.trans(g), input_precision=PRECISION)
         s, slope_of_cap = logits(
             s, start, col_start, (start + local)[None, :], cols, len_q, len_k, shift, left, right,
-            scale, softcap, slope, bias, stride_bm, stride_bn, MASKED, FOLD, SOFTCAP, ALIBI,
+            scale, softcap, slope, bias, stride_bm, stride_bn, MASKED, EVEN_K, FOLD, SOFTCAP, ALIBI,
             BIAS, BIAS_M, BIAS_N, HAS_LEFT, HAS_RIGHT,
         )  # fmt: skip
         p = _probabilities(s, row_base[None, :], total[None, :], scale, FOLD, BIAS)
@@ -148,16 +148,17 @@ def _to_keys(
 @triton.jit(do_not_specialize=["len_q", "len_k", "heads", "group", "left", "right", "threshold"])
 def keys_kernel(
     query, key, value, grad_out, grad_key, grad_value, base, row_max, row_sum, delta,
-    bias, slopes, cu_q, cu_k, seeds,
+    bias, spans, slopes, cu_q, cu_k, seeds,
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn,
     stride_vb, stride_vh, stride_vn, stride_gb, stride_gh, stride_gm,
     stride_dkb, stride_dkh, stride_dkn, stride_dvb, stride_dvh, stride_dvn,
-    stride_lb, stride_lh, stride_bb, stride_bh, stride_bm, stride_bn, stride_sb,
+    stride_lb, stride_lh, stride_bb, stride_bh, stride_bm, stride_bn,
+    stride_ub, stride_uh, stride_un, stride_sb,
     len_q, len_k, heads, group, blocks_n, scale, softcap, left, right, threshold, keep_scale,
     VARLEN: tl.constexpr, FOLD: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
     BIAS: tl.constexpr, BIAS_M: tl.constexpr, BIAS_N: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BOTTOM_RIGHT: tl.constexpr,
-    DROPOUT: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    DROPOUT: tl.constexpr, TMA: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
     DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -201,6 +202,8 @@ def keys_kernel(
         grad_out += storage * stride_gb + row64 * stride_gm
     if BIAS != 0:
         bias += storage * stride_bb
+    if BIAS == BOOLEAN:
+        spans += storage * stride_ub
     seed = 0
     if DROPOUT:
         seed = tl.load(seeds)
@@ -232,6 +235,8 @@ def keys_kernel(
     PEELED: tl.constexpr = (not TMA) or VARLEN or HAS_LEFT or BIAS != 0
     if not PEELED:
         rest = end
+    # Where every query sees every key, a boolean mask needn't be read.
+    INNER_BIAS: tl.constexpr = ADDITIVE if BIAS == ADDITIVE else 0
 
     for member in tl.range(0, group):
         head = kv_head * group + member
@@ -255,23 +260,29 @@ def keys_kernel(
         slope = 0.0
         if ALIBI:
             slope = tl.load(slopes + batch * stride_sb + head)
-        if HAS_RIGHT:
+        first, full_from, full_to, past = begin, full, rest, end
+        if BIAS == BOOLEAN:
+            first, full_from, full_to, past = within(
+                spans + head64 * stride_uh, stride_un, col_start, len_k, begin, full, rest, end,
+                BLOCK_N, BLOCK_M,
+            )  # fmt: skip
+        if HAS_RIGHT or BIAS == BOOLEAN:
             dk, dv = _to_keys(
                 dk, dv, k, v, q_head, g_head, base_head, max_head, sum_head, delta_head, tma_batch,
-                head, batch_head, first_q, col_start, begin, full, len_q, len_k, shift, left, right,
-                stride_qm, stride_gm, DIM, DIM_V, scale, softcap, slope, bias_head,
+                head, batch_head, first_q, col_start, first, full_from, len_q, len_k, shift,
+                left, right, stride_qm, stride_gm, DIM, DIM_V, scale, softcap, slope, bias_head,
                 stride_bm, stride_bn, seed, threshold, keep_scale,
-                True, True, FOLD, SOFTCAP, ALIBI, BIAS, BIAS_M, BIAS_N,
+                True, EVEN_K, True, FOLD, SOFTCAP, ALIBI, BIAS, BIAS_M, BIAS_N,
                 HAS_LEFT, HAS_RIGHT, DROPOUT,
                 TMA, VARLEN, BLOCK_D == DIM, BLOCK_DV == DIM_V, PRECISION,
                 BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
             )  # fmt: skip
         dk, dv = _to_keys(
             dk, dv, k, v, q_head, g_head, base_head, max_head, sum_head, delta_head, tma_batch,
-            head, batch_head, first_q, col_start, full, rest, len_q, len_k, shift, left, right,
-            stride_qm, stride_gm, DIM, DIM_V, scale, softcap, slope, bias_head,
+            head, batch_head, first_q, col_start, full_from, full_to, len_q, len_k, shift,
+            left, right, stride_qm, stride_gm, DIM, DIM_V, scale, softcap, slope, bias_head,
             stride_bm, stride_bn, seed, threshold, keep_scale,
-            False, not PEELED, FOLD, SOFTCAP, ALIBI, BIAS, BIAS_M, BIAS_N,
+            False, EVEN_K, not PEELED, FOLD, SOFTCAP, ALIBI, INNER_BIAS, BIAS_M, BIAS_N,
             HAS_LEFT, HAS_RIGHT, DROPOUT,
             TMA, VARLEN, BLOCK_D == DIM, BLOCK_DV == DIM_V, PRECISION,
             BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
@@ -279,10 +290,10 @@ def keys_kernel(
         if PEELED:
             dk, dv = _to_keys(
                 dk, dv, k, v, q_head, g_head, base_head, max_head, sum_head, delta_head, tma_batch,
-                head, batch_head, first_q, col_start, rest, end, len_q, len_k, shift, left, right,
-                stride_qm, stride_gm, DIM, DIM_V, scale, softcap, slope, bias_head,
+                head, batch_head, first_q, col_start, full_to, past, len_q, len_k, shift,
+                left, right, stride_qm, stride_gm, DIM, DIM_V, scale, softcap, slope, bias_head,
                 stride_bm, stride_bn, seed, threshold, keep_scale,
-                True, True, FOLD, SOFTCAP, ALIBI, BIAS, BIAS_M, BIAS_N,
+                True, EVEN_K, True, FOLD, SOFTCAP, ALIBI, BIAS, BIAS_M, BIAS_N,
                 HAS_LEFT, HAS_RIGHT, DROPOUT,
                 TMA, VARLEN, BLOCK_D == DIM, BLOCK_DV == DIM_V, PRECISION,
                 BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
@@ -315,7 +326,8 @@ def _logit_gradient(
     q, k, v, g, row_base, total, d, row_start, col_start, rows, cols, batch_head,
     len_q, len_k, shift, left, right, scale, softcap, slope, bias, stride_bm, stride_bn,
     seed, threshold, keep_scale,
-    MASKED: tl.constexpr, FOLD: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
+    MASKED: tl.constexpr, EVEN_K: tl.constexpr,
+    FOLD: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
     BIAS: tl.constexpr, BIAS_M: tl.constexpr, BIAS_N: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, DROPOUT: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -325,7 +337,7 @@ def _logit_gradient(
     dp = tl.dot(g, tl.trans(v), input_precision=PRECISION)
     s, slope_of_cap = logits(
         s, row_start, col_start, rows, cols, len_q, len_k, shift, left, right,
-        scale, softcap, slope, bias, stride_bm, stride_bn, MASKED, FOLD, SOFTCAP, ALIBI,
+        scale, softcap, slope, bias, stride_bm, stride_bn, MASKED, EVEN_K, FOLD, SOFTCAP, ALIBI,
         BIAS, BIAS_M, BIAS_N, HAS_LEFT, HAS_RIGHT,
     )  # fmt: skip
     p = _probabilities(s, row_base[:, None], total[:, None], scale, FOLD, BIAS)
@@ -340,7 +352,8 @@ def _to_queries(
     dq, q, g, key, value, row_base, total, d, batch, kv_head, batch_head, first_k,
     row_start, begin, end, len_q, len_k, shift, left, right, stride_kn, stride_vn, dim, dim_v,
     scale, softcap, slope, bias, stride_bm, stride_bn, seed, threshold, keep_scale,
-    MASKED: tl.constexpr, FOLD: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
+    MASKED: tl.constexpr, EVEN_K: tl.constexpr,
+    FOLD: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
     BIAS: tl.constexpr, BIAS_M: tl.constexpr, BIAS_N: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, DROPOUT: tl.constexpr,
     TMA: tl.constexpr, PADDED: tl.constexpr, EVEN: tl.constexpr, EVEN_V: tl.constexpr,
@@ -360,8 +373,8 @@ def _to_queries(
             q, k, v, g, row_base, total, d, row_start, start, rows, start + local[None, :],
             batch_head, len_q, len_k, shift, left, right, scale, softcap, slope,
             bias, stride_bm, stride_bn, seed, threshold, keep_scale,
-            MASKED, FOLD, SOFTCAP, ALIBI, BIAS, BIAS_M, BIAS_N, HAS_LEFT, HAS_RIGHT, DROPOUT,
-            PRECISION, BLOCK_M, BLOCK_N,
+            MASKED, EVEN_K, FOLD, SOFTCAP, ALIBI, BIAS, BIAS_M, BIAS_N, HAS_LEFT, HAS_RIGHT,
+            DROPOUT, PRECISION, BLOCK_M, BLOCK_N,
         )  # fmt: skip
         if SOFTCAP:
             ds *= slope_of_cap
@@ -372,11 +385,12 @@ def _to_queries(
 @triton.jit(do_not_specialize=["len_q", "len_k", "heads", "group", "left", "right", "threshold"])
 def queries_kernel(
     query, key, value, grad_out, grad_query, base, row_max, row_sum, delta,
-    bias, slopes, cu_q, cu_k, seeds,
+    bias, spans, slopes, cu_q, cu_k, seeds,
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn,
     stride_vb, stride_vh, stride_vn, stride_gb, stride_gh, stride_gm,
     stride_dqb, stride_dqh, stride_dqm,
-    stride_lb, stride_lh, stride_bb, stride_bh, stride_bm, stride_bn, stride_sb,
+    stride_lb, stride_lh, stride_bb, stride_bh, stride_bm, stride_bn,
+    stride_ub, stride_uh, stride_um, stride_sb,
     len_q, len_k, heads, group, blocks_m, scale, softcap, left, right, threshold, keep_scale,
     VARLEN: tl.constexpr, FOLD: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
     BIAS: tl.constexpr, BIAS_M: tl.constexpr, BIAS_N: tl.constexpr,
@@ -462,12 +476,19 @@ def queries_kernel(
         full = (seen_by_last + BLOCK_N - 1) // BLOCK_N * BLOCK_N
         full = tl.minimum(full, (end + BLOCK_N - 1) // BLOCK_N * BLOCK_N)
         rest = tl.maximum(rest, full)
+    INNER_BIAS: tl.constexpr = ADDITIVE if BIAS == ADDITIVE else 0
+    if BIAS == BOOLEAN:
+        begin, full, rest, end = within(
+            spans + storage * stride_ub + head64 * stride_uh, stride_um, row_start, len_q,
+            begin, full, rest, end, BLOCK_M, BLOCK_N,
+        )  # fmt: skip
+    if HAS_LEFT or BIAS == BOOLEAN:
         dq = _to_queries(
             dq, q, g, key, value, row_base, total, d, tma_batch, kv_head, batch_head,
             first_k, row_start, begin, full, len_q, len_k, shift, left, right,
             stride_kn, stride_vn, DIM, DIM_V, scale, softcap, slope, bias, stride_bm, stride_bn,
             seed, threshold, keep_scale,
-            True, FOLD, SOFTCAP, ALIBI, BIAS, BIAS_M, BIAS_N, HAS_LEFT, HAS_RIGHT, DROPOUT,
+            True, EVEN_K, FOLD, SOFTCAP, ALIBI, BIAS, BIAS_M, BIAS_N, HAS_LEFT, HAS_RIGHT, DROPOUT,
             TMA, VARLEN, BLOCK_D == DIM, BLOCK_DV == DIM_V, PRECISION,
             BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
         )  # fmt: skip
@@ -476,17 +497,18 @@ def queries_kernel(
         first_k, row_start, full, rest, len_q, len_k, shift, left, right,
         stride_kn, stride_vn, DIM, DIM_V, scale, softcap, slope, bias, stride_bm, stride_bn,
         seed, threshold, keep_scale,
-        False, FOLD, SOFTCAP, ALIBI, BIAS, BIAS_M, BIAS_N, HAS_LEFT, HAS_RIGHT, DROPOUT,
+        False, EVEN_K, FOLD, SOFTCAP, ALIBI, INNER_BIAS, BIAS_M, BIAS_N, HAS_LEFT, HAS_RIGHT,
+        DROPOUT,
         TMA, VARLEN, BLOCK_D == DIM, BLOCK_DV == DIM_V, PRECISION,
         BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
     )  # fmt: skip
-    if HAS_RIGHT or not EVEN_K:
+    if HAS_RIGHT or BIAS == BOOLEAN or not EVEN_K:
         dq = _to_queries(
             dq, q, g, key, value, row_base, total, d, tma_batch, kv_head, batch_head,
             first_k, row_start, rest, end, len_q, len_k, shift, left, right,
             stride_kn, stride_vn, DIM, DIM_V, scale, softcap, slope, bias, stride_bm, stride_bn,
             seed, threshold, keep_scale,
-            True, FOLD, SOFTCAP, ALIBI, BIAS, BIAS_M, BIAS_N, HAS_LEFT, HAS_RIGHT, DROPOUT,
+            True, EVEN_K, FOLD, SOFTCAP, ALIBI, BIAS, BIAS_M, BIAS_N, HAS_LEFT, HAS_RIGHT, DROPOUT,
             TMA, VARLEN, BLOCK_D == DIM, BLOCK_DV == DIM_V, PRECISION,
             BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
         )  # fmt: skip
@@ -599,7 +621,7 @@ def bias_kernel(
                 (batch * heads + head).to(tl.int32), len_q, len_k, shift, left, right,
                 scale, softcap, slope, bias + batch64 * stride_bb + head64 * stride_bh,
                 stride_bm, stride_bn, seed, threshold, keep_scale,
-                True, False, SOFTCAP, ALIBI, ADDITIVE, BIAS_M, BIAS_N, HAS_LEFT, HAS_RIGHT,
+                True, False, False, SOFTCAP, ALIBI, ADDITIVE, BIAS_M, BIAS_N, HAS_LEFT, HAS_RIGHT,
                 DROPOUT, PRECISION, BLOCK_M, BLOCK_N,
             )  # fmt: skip
             acc += ds

@@ -5,7 +5,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fa_advisor.kernels.score import ADDITIVE, LN2, LOG2E, kept, load_rows, logits
+from fa_advisor.kernels.score import (
+    ADDITIVE,
+    BOOLEAN,
+    LN2,
+    LOG2E,
+    kept,
+    load_rows,
+    logits,
+    within,
+)
 
 
 @triton.jit
@@ -13,7 +22,8 @@ def _attend(
     acc, m, z, q, key, value, batch, kv_head, batch_head, first_k, row_start, begin, end,
     len_q, len_k, shift, left, right, stride_kn, stride_vn, dim, dim_v,
     scale, softcap, slope, bias, stride_bm, stride_bn, seed, threshold,
-    MASKED: tl.constexpr, FOLD: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
+    MASKED: tl.constexpr, EVEN_K: tl.constexpr,
+    FOLD: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
     BIAS: tl.constexpr, BIAS_M: tl.constexpr, BIAS_N: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, DROPOUT: tl.constexpr,
     TMA: tl.constexpr, PADDED: tl.constexpr, EVEN: tl.constexpr, EVEN_V: tl.constexpr,
@@ -33,7 +43,7 @@ def _attend(
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         s, _ = logits(
             s, row_start, start, rows, start + local[None, :], len_q, len_k, shift, left, right,
-            scale, softcap, slope, bias, stride_bm, stride_bn, MASKED, FOLD, SOFTCAP, ALIBI,
+            scale, softcap, slope, bias, stride_bm, stride_bn, MASKED, EVEN_K, FOLD, SOFTCAP, ALIBI,
             BIAS, BIAS_M, BIAS_N, HAS_LEFT, HAS_RIGHT,
         )  # fmt: skip
         highest = tl.max(s, 1)
@@ -65,10 +75,10 @@ def _attend(
 
 @triton.jit(do_not_specialize=["len_q", "len_k", "heads", "group", "left", "right", "threshold"])
 def forward_kernel(
-    query, key, value, out, lse, row_max, row_sum, bias, sinks, slopes, cu_q, cu_k, seeds,
+    query, key, value, out, lse, row_max, row_sum, bias, spans, sinks, slopes, cu_q, cu_k, seeds,
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn,
     stride_vb, stride_vh, stride_vn, stride_ob, stride_oh, stride_om, stride_lb, stride_lh,
-    stride_bb, stride_bh, stride_bm, stride_bn, stride_sb,
+    stride_bb, stride_bh, stride_bm, stride_bn, stride_ub, stride_uh, stride_um, stride_sb,
     len_q, len_k, heads, group, blocks_m, scale, softcap, left, right, threshold, keep_scale,
     VARLEN: tl.constexpr, FOLD: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
     SINKS: tl.constexpr, BIAS: tl.constexpr, BIAS_M: tl.constexpr, BIAS_N: tl.constexpr,
@@ -167,11 +177,19 @@ def forward_kernel(
         full = (seen_by_last + BLOCK_N - 1) // BLOCK_N * BLOCK_N
         full = tl.minimum(full, (end + BLOCK_N - 1) // BLOCK_N * BLOCK_N)
         rest = tl.maximum(rest, full)
+    # Where every row sees every key, a boolean mask needn't be read.
+    INNER_BIAS: tl.constexpr = ADDITIVE if BIAS == ADDITIVE else 0
+    if BIAS == BOOLEAN:
+        spans += batch.to(tl.int64) * stride_ub + head64 * stride_uh
+        begin, full, rest, end = within(
+            spans, stride_um, row_start, len_q, begin, full, rest, end, BLOCK_M, BLOCK_N
+        )
+    if HAS_LEFT or BIAS == BOOLEAN:
         acc, m, z = _attend(
             acc, m, z, q, key, value, tma_batch, kv_head, batch_head, first_k, row_start, begin,
             full, len_q, len_k, shift, left, right, stride_kn, stride_vn, DIM, DIM_V,
             scale, softcap, slope, bias, stride_bm, stride_bn, seed, threshold,
-            True, FOLD, SOFTCAP, ALIBI, BIAS, BIAS_M, BIAS_N, HAS_LEFT, HAS_RIGHT, DROPOUT,
+            True, EVEN_K, FOLD, SOFTCAP, ALIBI, BIAS, BIAS_M, BIAS_N, HAS_LEFT, HAS_RIGHT, DROPOUT,
             TMA, VARLEN, BLOCK_D == DIM, BLOCK_DV == DIM_V, PRECISION,
             BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
         )  # fmt: skip
@@ -179,16 +197,17 @@ def forward_kernel(
         acc, m, z, q, key, value, tma_batch, kv_head, batch_head, first_k, row_start, full, rest,
         len_q, len_k, shift, left, right, stride_kn, stride_vn, DIM, DIM_V,
         scale, softcap, slope, bias, stride_bm, stride_bn, seed, threshold,
-        False, FOLD, SOFTCAP, ALIBI, BIAS, BIAS_M, BIAS_N, HAS_LEFT, HAS_RIGHT, DROPOUT,
+        False, EVEN_K, FOLD, SOFTCAP, ALIBI, INNER_BIAS, BIAS_M, BIAS_N, HAS_LEFT, HAS_RIGHT,
+        DROPOUT,
         TMA, VARLEN, BLOCK_D == DIM, BLOCK_DV == DIM_V, PRECISION,
         BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
     )  # fmt: skip
-    if HAS_RIGHT or not EVEN_K:
+    if HAS_RIGHT or BIAS == BOOLEAN or not EVEN_K:
         acc, m, z = _attend(
             acc, m, z, q, key, value, tma_batch, kv_head, batch_head, first_k, row_start, rest, end,
             len_q, len_k, shift, left, right, stride_kn, stride_vn, DIM, DIM_V,
             scale, softcap, slope, bias, stride_bm, stride_bn, seed, threshold,
-            True, FOLD, SOFTCAP, ALIBI, BIAS, BIAS_M, BIAS_N, HAS_LEFT, HAS_RIGHT, DROPOUT,
+            True, EVEN_K, FOLD, SOFTCAP, ALIBI, BIAS, BIAS_M, BIAS_N, HAS_LEFT, HAS_RIGHT, DROPOUT,
             TMA, VARLEN, BLOCK_D == DIM, BLOCK_DV == DIM_V, PRECISION,
             BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
         )  # fmt: skip

@@ -1,32 +1,31 @@
 """From tensors to kernel launches.
 
 Everything that a launch needs besides its pointers is worked out once per kind of call - shapes,
-strides, options - and kept: Triton's own way to a launch costs more than the kernels at short
-lengths.
+strides, options - and kept.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
-from triton.runtime.errors import OutOfResources
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fa_advisor.kernels.backward import bias_kernel, delta_kernel, keys_kernel, queries_kernel
 from fa_advisor.kernels.forward import forward_kernel
-from fa_advisor.kernels.tiles import INTERPRETED, Tile, group_of, smaller, tile
+from fa_advisor.kernels.launcher import INTERPRET, Descriptors, Geometry, Launch
+from fa_advisor.kernels.spans import spans_kernel
+from fa_advisor.kernels.tiles import INTERPRETED, Tile, group_of, tile
+from fa_advisor.kernels.tuning import TuningKey, identity
 
-INTERPRET = bool(triton.knobs.runtime.interpret)
 # Tensor maps and their asynchronous copies came with Hopper.
 TMA_CAPABILITY = (9, 0)
 # Up to this many tokens, encoding tensor maps costs the host more than they save the GPU.
 SHORT = 512
 _PLANS_KEPT = 4096
+# Dropout's probability is kept in steps of 1/65,536 (torch's flash kernel: 1/256).
+_DROPOUT_STEPS = 2**16
 _NONE, _BOOLEAN, _ADDITIVE = 0, 1, 2
 
 
@@ -58,84 +57,12 @@ class Inputs(NamedTuple):
     seeds: Tensor | None
 
 
-_Geometry = Callable[[Tile], tuple[int, tuple[Any, ...]]]
-
-
-class Launch:
-    """One kernel for one kind of call: called with the pointers, it launches.
-
-    geometry: the grid's size and the arguments after the pointers, for a tile. blocks: for the
-    pointers that are passed as tensor descriptors, the rows of their tiles.
-    """
-
-    def __init__(
-        self,
-        kernel: Any,
-        geometry: _Geometry,
-        chosen: Tile,
-        descriptors: Callable[[Tile], dict[int, tuple[Any, Any, Any]]] | None = None,
-    ) -> None:
-        self._kernel = kernel
-        self._geometry = geometry
-        self._tile = chosen
-        self._describe = descriptors
-        self._templates: dict[int, TensorDescriptor] = {}
-        self._runner: Any = None
-        self._static: tuple[Any, ...] = ()
-        self._lock = threading.Lock()
-
-    def __call__(self, *pointers: Any) -> None:
-        runner = self._runner
-        if runner is None:
-            self._first(pointers)
-            return
-        # An address is taken as it is; a tensor would be looked up with the driver each time.
-        addresses: list[Any] = [p if p is None else p.data_ptr() for p in pointers]
-        for position, template in self._templates.items():
-            descriptor = object.__new__(TensorDescriptor)
-            descriptor.__dict__.update(template.__dict__)
-            descriptor.base = pointers[position]
-            addresses[position] = descriptor
-        runner(*addresses, *self._static)
-
-    def _first(self, pointers: tuple[Any, ...]) -> None:
-        """Compile, with a smaller tile where this one asks for too much; and launch."""
-        with self._lock:
-            current: Tile | None = self._tile
-            while current is not None:
-                grid, static = self._geometry(current)
-                if self._describe is not None:
-                    self._templates = {
-                        position: TensorDescriptor(pointers[position], *map(list, description))
-                        for position, description in self._describe(current).items()
-                    }
-                try:
-                    compiled = self._kernel[(grid,)](
-                        *(self._templates.get(i, p) for i, p in enumerate(pointers)),
-                        *static,
-                        num_warps=current.num_warps,
-                        num_stages=current.num_stages,
-                        maxnreg=current.max_registers,
-                    )
-                except OutOfResources:
-                    following = smaller(current)
-                    if following is None:
-                        raise
-                    current = following
-                    continue
-                self._tile, self._static = current, static
-                for template in self._templates.values():
-                    template.base = None
-                if not INTERPRET:
-                    self._runner = compiled[(grid, 1, 1)]
-                return
-
-
 def _padded(dim: int) -> int:
     return max(16, int(triton.next_power_of_2(dim)))
 
 
-def _allow_tf32() -> bool:
+def allow_tf32() -> bool:
+    """torch's own flag for float32 products."""
     return bool(torch.backends.cuda.matmul.allow_tf32)
 
 
@@ -177,8 +104,9 @@ def _kind(x: Inputs, o: Options) -> _Kind:
         shape = tuple(x.bias.shape)
         strides = tuple(0 if n == 1 else s for n, s in zip(shape, x.bias.stride(), strict=True))
     right = 0 if o.is_causal else o.window_right
-    tf32 = x.query.dtype is torch.float32 and _allow_tf32()
+    tf32 = x.query.dtype is torch.float32 and allow_tf32()
     slopes = x.alibi_slopes
+    threshold = min(round(o.dropout_p * _DROPOUT_STEPS), _DROPOUT_STEPS - 1)
     return _Kind(
         batch=x.cu_seqlens_q.shape[0] - 1 if x.cu_seqlens_q is not None else x.query.shape[0],
         heads=heads,
@@ -199,7 +127,7 @@ def _kind(x: Inputs, o: Options) -> _Kind:
         left=min(o.window_left, 2**30) if o.window_left is not None else 0,
         right=min(right, 2**30) if right is not None else 0,
         dropout=o.dropout_p > 0.0,
-        threshold=min(round(o.dropout_p * 2**31), 2**31 - 1),
+        threshold=threshold,
         keep_scale=1.0 / (1.0 - o.dropout_p) if o.dropout_p < 1.0 else 0.0,
         precision="tf32" if tf32 else "ieee",
         options=o,
@@ -235,7 +163,24 @@ def _tile(kernel: str, kind: _Kind, query: Tensor) -> Tile:
         return INTERPRETED
     dim = max(_padded(kind.dim), _padded(kind.dim_v))
     group = group_of(torch.cuda.get_device_capability(query.device))
-    return tile(group, kernel, dim, query.element_size())
+    causal = kind.has_right and not (kind.bias or kind.dropout)
+    return tile(group, kernel, dim, query.element_size(), causal)
+
+
+def _launch(
+    name: str, kernel: Any, geometry: Geometry, kind: _Kind, query: Tensor,
+    descriptors: Descriptors | None = None,
+) -> Launch:  # fmt: skip
+    device, element_bytes = query.device, query.element_size()
+
+    def key() -> TuningKey:
+        return TuningKey(
+            *identity(kernel, device), _padded(kind.dim), _padded(kind.dim_v), element_bytes,
+            kind.precision, kind.has_right, kind.has_left, kind.bias, kind.softcap, kind.dropout,
+            kind.varlen, descriptors is not None,
+        )  # fmt: skip
+
+    return Launch(name, kernel, geometry, _tile(name, kind, query), descriptors, key)
 
 
 def _by_descriptor(*tensors: Tensor) -> bool:
@@ -284,19 +229,25 @@ def _key(
 ) -> Any:
     """All that decides how a call is launched: options, shapes, strides, dtypes, alignment."""
     q, k, v = x[:3]
-    alignment = q.data_ptr() | k.data_ptr() | v.data_ptr()
-    tf32 = q.dtype is torch.float32 and _allow_tf32()
+    tf32 = q.dtype is torch.float32 and allow_tf32()
     key: tuple[Any, ...] = (
         what, o, q.dtype, q.device, tf32, flags,
         q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(),
     )  # fmt: skip
     for t in (*x[3:], *more):
+        key += (None,) if t is None else (t.dtype, t.shape, t.stride())
+    return (*key, misaligned(*x, *more))
+
+
+def misaligned(*tensors: Tensor | None) -> tuple[int, ...]:
+    """Which don't start at a multiple of 16 bytes: kernels are compiled for what they see."""
+    every = 0
+    for t in tensors:
         if t is not None:
-            key += (t.dtype, t.shape, t.stride())
-            alignment |= t.data_ptr()
-        else:
-            key += (None,)
-    return (*key, alignment & 15 == 0)
+            every |= t.data_ptr()
+    if not every & 15:
+        return ()
+    return tuple(i for i, t in enumerate(tensors) if t is not None and t.data_ptr() & 15)
 
 
 def _keep(key: Any, plan: Any) -> Any:
@@ -319,42 +270,98 @@ def like(t: Tensor, last: int | None = None) -> Tensor:
     return t.new_empty(shape)
 
 
-class _Forward(NamedTuple):
-    """A forward call's plan: its launch, and how its results lie in memory."""
+class _Spans(NamedTuple):
+    """How `spans_kernel` is called for a boolean mask, and how what it leaves lies in memory."""
+
+    launch: Launch
+    shape: tuple[int, int, int]
+    strides: tuple[int, int, int]
+
+    def __call__(self, device: int, mask: Tensor) -> Tensor:
+        """int32 [B or 1, H or 1, rows (or columns) or 1, 4], for the mask's bytes."""
+        spans = torch.empty((*self.shape, 4), dtype=torch.int32, device=mask.device)
+        if spans.numel():
+            self.launch(device, mask, spans)
+        return spans
+
+
+_NO_SPANS = (0, 0, 0)
+
+
+def _plan_spans(kind: _Kind, axis: int, length: int) -> _Spans | None:
+    """For the mask's rows (axis 2) or columns (axis 3), each of `length` entries."""
+    if kind.bias != _BOOLEAN:
+        return None
+    along = kind.bias_strides
+    batches, heads, owned = (
+        n if along[i] else 1 for i, n in enumerate(kind.bias_shape) if i in (0, 1, axis)
+    )
+    strides = (heads * owned * 4, owned * 4, 4)
+    looped = along[5 - axis]
+    # Whichever of the two lies densely is loaded in long stretches.
+    rows, columns = (16, 256) if looped == 1 else (64, 64)
+
+    def geometry(_: Tile) -> tuple[int, tuple[Any, ...]]:
+        blocks = triton.cdiv(owned, rows)
+        return blocks * batches * heads, (
+            along[0], along[1], along[axis], looped, heads, owned, length, blocks,
+            looped == 0, rows, columns,
+        )  # fmt: skip
+
+    return _Spans(
+        launch=Launch("spans", spans_kernel, geometry, Tile(rows, columns, 4, 3)),
+        shape=(batches, heads, owned),
+        strides=(
+            strides[0] if batches > 1 else 0,
+            strides[1] if heads > 1 else 0,
+            strides[2] if owned > 1 else 0,
+        ),
+    )
+
+
+class Forward(NamedTuple):
+    """A forward call's plan: its launch, and how its results lie in memory.
+
+    Called with inputs of its kind it gives out, lse (fp32 [B, H, Lq] or [H, total]) and the row
+    statistics that backward needs: fp32 [2, *lse's shape] with an additive bias, else None.
+    """
 
     launch: Launch | None
+    spans: _Spans | None
     out: tuple[Any, Any]
-    lse: tuple[int, ...]
+    lse: tuple[Any, Any]
     copies: bool
     additive: bool
 
+    def __call__(self, x: Inputs) -> tuple[Tensor, Tensor, Tensor | None]:
+        """out, lse and the statistics."""
+        q, k, v = x.query, x.key, x.value
+        if self.copies:
+            q, k, v = addressable(q), addressable(k), addressable(v)
+        device = q.device
+        out = torch.empty_strided(*self.out, dtype=q.dtype, device=device)
+        lse = torch.empty_strided(*self.lse, dtype=torch.float32, device=device)
+        highest = total = statistics = None
+        if self.additive:
+            statistics = torch.empty((2, *lse.shape), dtype=torch.float32, device=device)
+            highest, total = statistics[0], statistics[1]
+        if self.launch is not None:
+            bias, spans, index = _bytes(x.bias), None, q.get_device()
+            with _on(q):
+                if self.spans is not None and bias is not None:
+                    spans = self.spans(index, bias)
+                self.launch(
+                    index, q, k, v, out, lse, highest, total, bias, spans, x.sinks,
+                    x.alibi_slopes, x.cu_seqlens_q, x.cu_seqlens_k, x.seeds,
+                )  # fmt: skip
+        return out, lse, statistics
 
-def forward(x: Inputs, o: Options) -> tuple[Tensor, Tensor, Tensor | None]:
-    """out, lse (fp32 [B, H, Lq] or [H, total]) and the row statistics that backward needs.
 
-    statistics: fp32 [2, *lse's shape] with an additive bias, else None.
-    """
-    q, k, v = x.query, x.key, x.value
+def forward(x: Inputs, o: Options) -> Forward:
+    """The plan for such inputs."""
     key = _key("forward", o, x)
-    plan: _Forward | None = _plans.get(key)
-    if plan is None:
-        plan = _keep(key, _plan_forward(x, o))
-    if plan.copies:
-        q, k, v = addressable(q), addressable(k), addressable(v)
-    device = q.device
-    out = torch.empty_strided(*plan.out, dtype=q.dtype, device=device)
-    lse = torch.empty(plan.lse, dtype=torch.float32, device=device)
-    highest = total = statistics = None
-    if plan.additive:
-        statistics = torch.empty((2, *plan.lse), dtype=torch.float32, device=device)
-        highest, total = statistics[0], statistics[1]
-    if plan.launch is not None:
-        with _on(q):
-            plan.launch(
-                q, k, v, out, lse, highest, total, _bytes(x.bias), x.sinks, x.alibi_slopes,
-                x.cu_seqlens_q, x.cu_seqlens_k, x.seeds,
-            )  # fmt: skip
-    return out, lse, statistics
+    plan: Forward | None = _plans.get(key)
+    return plan if plan is not None else _keep(key, _plan_forward(x, o))
 
 
 def _check_device(query: Tensor) -> None:
@@ -388,7 +395,7 @@ def _on(t: Tensor) -> Any:
     return torch.cuda.device(t.device)
 
 
-def _plan_forward(x: Inputs, o: Options) -> _Forward:
+def _plan_forward(x: Inputs, o: Options) -> Forward:
     _check_device(x.query)
     q, k, v = addressable(x.query), addressable(x.key), addressable(x.value)
     out = like(x.query, v.shape[-1])
@@ -404,11 +411,13 @@ def _plan_forward(x: Inputs, o: Options) -> _Forward:
     strides = (*strides3(q, n), *strides3(k, n), *strides3(v, n), *strides3(out, n))
     row = strides2(lse, n)
     layouts = (_layout(k, n), _layout(v, n))
+    spans = _plan_spans(kind, 2, o.max_seqlen_k)
+    span_strides = _NO_SPANS if spans is None else spans.strides
 
     def geometry(t: Tile) -> tuple[int, tuple[Any, ...]]:
         blocks = triton.cdiv(o.max_seqlen_q, t.block_m)
         return blocks * kind.batch * kind.heads, (
-            *strides, *row, *kind.bias_strides, kind.slope_stride,
+            *strides, *row, *kind.bias_strides, *span_strides, kind.slope_stride,
             o.max_seqlen_q, o.max_seqlen_k, kind.heads, kind.group, blocks,
             o.scale, o.softcap, kind.left, kind.right, kind.threshold, kind.keep_scale,
             n, kind.fold, kind.softcap, kind.alibi, sinks,
@@ -426,13 +435,12 @@ def _plan_forward(x: Inputs, o: Options) -> _Forward:
 
     launch = None
     if out.numel():
-        launch = Launch(
-            forward_kernel, geometry, _tile("forward", kind, q), descriptors if tma else None
-        )
-    return _Forward(
+        launch = _launch("forward", forward_kernel, geometry, kind, q, descriptors if tma else None)
+    return Forward(
         launch=launch,
+        spans=spans,
         out=(tuple(out.shape), out.stride()),
-        lse=lse_shape,
+        lse=(lse_shape, lse.stride()),
         copies=q is not x.query or k is not x.key or v is not x.value,
         additive=kind.bias == _ADDITIVE,
     )
@@ -445,6 +453,8 @@ class _Backward(NamedTuple):
     keys: Launch
     queries: Launch
     bias: Launch | None
+    row_spans: _Spans | None
+    column_spans: _Spans | None
     gradients: tuple[tuple[Any, Any], ...]
     copies: bool
 
@@ -462,9 +472,11 @@ def backward(
     if plan.copies:
         q, k, v, g = addressable(q), addressable(k), addressable(v), addressable(g)
     device = q.device
-    dq, dk, dv = (
-        torch.empty_strided(*where, dtype=q.dtype, device=device) for where in plan.gradients
-    )
+    dtype = q.dtype
+    for_query, for_key, for_value = plan.gradients
+    dq = torch.empty_strided(*for_query, dtype=dtype, device=device)
+    dk = torch.empty_strided(*for_key, dtype=dtype, device=device)
+    dv = torch.empty_strided(*for_value, dtype=dtype, device=device)
     delta, base = torch.empty_like(lse), torch.empty_like(lse)
     highest = total = dbias = None
     if statistics is not None and statistics.numel():
@@ -473,16 +485,24 @@ def backward(
         dbias = torch.empty(bias.shape, dtype=bias.dtype, device=device)
     raw_bias = _bytes(bias)
     rest = (x.alibi_slopes, x.cu_seqlens_q, x.cu_seqlens_k, x.seeds)
+    index = q.get_device()
     with _on(q):
+        spans = None
         if q.numel():
-            plan.delta(out, g, grad_lse, lse, delta, base, x.cu_seqlens_q)
-            plan.queries(q, k, v, g, dq, base, highest, total, delta, raw_bias, *rest)
+            plan.delta(index, out, g, grad_lse, lse, delta, base, x.cu_seqlens_q)
+            if plan.row_spans is not None and raw_bias is not None:
+                spans = plan.row_spans(index, raw_bias)
+            plan.queries(index, q, k, v, g, dq, base, highest, total, delta, raw_bias, spans, *rest)
         if k.numel():
-            plan.keys(q, k, v, g, dk, dv, base, highest, total, delta, raw_bias, *rest)
+            if plan.column_spans is not None and raw_bias is not None:
+                spans = plan.column_spans(index, raw_bias)
+            plan.keys(
+                index, q, k, v, g, dk, dv, base, highest, total, delta, raw_bias, spans, *rest
+            )
         if plan.bias is not None and dbias is not None and dbias.numel():
             plan.bias(
-                q, k, v, g, dbias, highest, total, delta, bias, x.alibi_slopes, x.seeds
-            )  # fmt: skip
+                index, q, k, v, g, dbias, highest, total, delta, bias, x.alibi_slopes, x.seeds
+            )
     return dq, dk, dv, dbias, delta
 
 
@@ -517,6 +537,10 @@ def _plan_backward(
     query_strides = strides3(dq, n)
     key_strides = (*strides3(dk, n), *strides3(dv, n))
     bias_strides = dbias.stride() if dbias is not None else ()
+    row_spans = _plan_spans(kind, 2, o.max_seqlen_k)
+    column_spans = _plan_spans(kind, 3, o.max_seqlen_q)
+    row_span_strides = _NO_SPANS if row_spans is None else row_spans.strides
+    column_span_strides = _NO_SPANS if column_spans is None else column_spans.strides
     layouts = [_layout(t, n) for t in (q, g, k, v)]
 
     def delta_geometry(t: Tile) -> tuple[int, tuple[Any, ...]]:
@@ -531,15 +555,16 @@ def _plan_backward(
         blocks = triton.cdiv(o.max_seqlen_k, t.block_n)
         return blocks * kind.batch * (kind.heads // kind.group), (
             *inputs, *key_strides, *row,
-            *kind.bias_strides, kind.slope_stride,
+            *kind.bias_strides, *column_span_strides, kind.slope_stride,
             o.max_seqlen_q, o.max_seqlen_k, kind.heads, kind.group, blocks, *numbers,
-            *switches, keys_tma, kind.precision, *widths, t.block_m, t.block_n,
+            *switches, keys_tma, _even(o, t, n), kind.precision, *widths, t.block_m, t.block_n,
         )  # fmt: skip
 
     def queries_geometry(t: Tile) -> tuple[int, tuple[Any, ...]]:
         blocks = triton.cdiv(o.max_seqlen_q, t.block_m)
         return blocks * kind.batch * kind.heads, (
-            *inputs, *query_strides, *row, *kind.bias_strides, kind.slope_stride,
+            *inputs, *query_strides, *row, *kind.bias_strides, *row_span_strides,
+            kind.slope_stride,
             o.max_seqlen_q, o.max_seqlen_k, kind.heads, kind.group, blocks, *numbers,
             *switches, queries_tma, _even(o, t, n), kind.precision, *widths, t.block_m, t.block_n,
         )  # fmt: skip
@@ -571,16 +596,19 @@ def _plan_backward(
         }
 
     return _Backward(
-        delta=Launch(delta_kernel, delta_geometry, Tile(64 if block_dv < 256 else 32, 16, 4, 1)),
-        keys=Launch(
-            keys_kernel, keys_geometry, _tile("keys", kind, q),
-            keys_descriptors if keys_tma else None,
+        delta=Launch(
+            "delta", delta_kernel, delta_geometry, Tile(64 if block_dv < 256 else 32, 16, 4, 1)
         ),
-        queries=Launch(
-            queries_kernel, queries_geometry, _tile("queries", kind, q),
+        keys=_launch(
+            "keys", keys_kernel, keys_geometry, kind, q, keys_descriptors if keys_tma else None
+        ),
+        queries=_launch(
+            "queries", queries_kernel, queries_geometry, kind, q,
             queries_descriptors if queries_tma else None,
         ),
-        bias=Launch(bias_kernel, bias_geometry, _tile("bias", kind, q)) if need_bias else None,
+        bias=_launch("bias", bias_kernel, bias_geometry, kind, q) if need_bias else None,
+        row_spans=row_spans,
+        column_spans=column_spans,
         gradients=tuple((tuple(t.shape), t.stride()) for t in (dq, dk, dv)),
         copies=any(a is not b for a, b in zip((q, k, v, g), (*x[:3], grad_out), strict=True)),
     )  # fmt: skip

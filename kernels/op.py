@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -48,33 +48,41 @@ def attention(
     [total, heads, dim]. bias: bool (True: visible) or additive, [B or 1, H or 1, Lq or 1, Lk or 1].
     Returns out [B, H, Lq, Dv] ([total, H, Dv]) and lse, fp32 [B, H, Lq] ([H, total]).
     """
-    seeds = None
-    if call.dropout_p > 0.0:
-        # Drawn on the device: under a CUDA graph each replay draws anew.
-        seeds = torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=query.device)
+    seeds = fresh_seeds(call.dropout_p, query)
     if alibi_slopes is not None:
         alibi_slopes = alibi_slopes.to(torch.float32)
-    inputs = (
-        query, key, value, bias, sinks, alibi_slopes, cu_seqlens_q, cu_seqlens_k, seeds
-    )  # fmt: skip
+    inputs = Inputs(query, key, value, bias, sinks, alibi_slopes, cu_seqlens_q, cu_seqlens_k, seeds)
+    options = options_of(call)
     if torch.compiler.is_compiling():
-        out, lse, _ = _op.flash_attention_forward(*inputs, *_options(call))
-    elif _observed(query):
+        out, lse, _ = _op.flash_attention_forward(*inputs, *options)
+    elif observed(query):
         if _transformed_by_grad():
-            out, lse, _ = _Attention.apply(False, *inputs, *_options(call))  # type: ignore[no-untyped-call]
+            out, lse, _ = _Attention.apply(*inputs, *options)  # type: ignore[no-untyped-call]
         else:
-            out, lse, _ = _op.flash_attention_forward(*inputs, *_options(call))
+            out, lse, _ = _op.flash_attention_forward(*inputs, *options)
     else:
         # The dispatcher's way to the same functions costs more than a short sequence's kernels.
-        options = _kept_options(call)
-        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs):
-            out, lse, _ = _Attention.apply(True, *inputs, *options)  # type: ignore[no-untyped-call]
-        else:
-            out, lse, _ = launch.forward(Inputs(*inputs), options)
+        out, lse = direct(launch.forward(inputs, options), options, inputs)
     return out, lse
 
 
-def _observed(query: Tensor) -> bool:
+def direct(plan: launch.Forward, options: Options, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """out and lse of a call whose plan is known, past the dispatcher."""
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs):
+        result: tuple[Tensor, Tensor] = _Direct.apply(plan, options, *inputs)  # type: ignore[no-untyped-call]
+        return result
+    out, lse, _ = plan(inputs)
+    return out, lse
+
+
+def fresh_seeds(dropout_p: float, query: Tensor) -> Tensor | None:
+    """The key of a call's random numbers, drawn on the device: under a CUDA graph, each replay."""
+    if dropout_p <= 0.0:
+        return None
+    return torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=query.device)
+
+
+def observed(query: Tensor) -> bool:
     """Whether someone wants to see the op: a mode, a subclass of Tensor, a functorch transform."""
     return (
         torch._C._len_torch_dispatch_stack() > 0
@@ -89,33 +97,19 @@ def _transformed_by_grad() -> bool:
     return bool(level and level.key() == torch._C._functorch.TransformType.Grad)
 
 
-def _options(call: Call) -> Options:
+def options_of(call: Call) -> Options:
+    """A validated call's options as the ops carry them."""
     return Options(
         call.scale, call.is_causal, call.bottom_right, call.window_left, call.window_right,
         call.softcap, call.dropout_p, call.max_seqlen_q, call.max_seqlen_k,
     )  # fmt: skip
 
 
-_seen_options: dict[int, tuple[Call, Options]] = {}
-
-
-def _kept_options(call: Call) -> Options:
-    """The options of a `Call`, which is the same object from call to call of a kind."""
-    seen = _seen_options.get(id(call))
-    if seen is not None and seen[0] is call:
-        return seen[1]
-    if len(_seen_options) >= 4096:
-        _seen_options.clear()
-    options = _options(call)
-    _seen_options[id(call)] = call, options
-    return options
-
-
 def _forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    query = args[0]
-    out, lse, statistics = launch.forward(Inputs(*args[:_N_INPUTS]), Options(*args[_N_INPUTS:]))
+    x = Inputs(*args[:_N_INPUTS])
+    out, lse, statistics = launch.forward(x, Options(*args[_N_INPUTS:]))(x)
     if statistics is None:
-        statistics = query.new_empty((0,), dtype=torch.float32)
+        statistics = x.query.new_empty((0,), dtype=torch.float32)
     return out, lse, statistics
 
 
@@ -201,34 +195,76 @@ def _differentiate(
     grad_lse: Tensor | None,
     _: Tensor | None,
     backward: Callable[..., tuple[Tensor, ...]] | None = None,
-    offset: int = 0,
 ) -> tuple[Tensor | None, ...]:
-    *inputs, out, lse, statistics = ctx.saved_tensors
-    nothing = (None,) * (_N_INPUTS + len(Options._fields))
-    if grad_out is None and grad_lse is None:
-        return nothing
-    if grad_out is None:
-        grad_out = torch.zeros_like(out)
+    gradients: tuple[Tensor | None, ...] = ()
+    if grad_out is not None or grad_lse is not None:
+        *inputs, out, lse, statistics = ctx.saved_tensors
+        need_bias, need_sinks = _needs(inputs, ctx.needs_input_grad)
+        *gradients_of_three, dbias, dsinks = (backward or _op.flash_attention_backward)(
+            torch.zeros_like(out) if grad_out is None else grad_out,
+            grad_lse, out, lse, statistics, need_bias, need_sinks, *inputs, *ctx.options,
+        )  # fmt: skip
+        gradients = (
+            *gradients_of_three, dbias if need_bias else None, dsinks if need_sinks else None
+        )  # fmt: skip
+    return gradients + (None,) * (_N_INPUTS + len(Options._fields) - len(gradients))
+
+
+def _needs(inputs: Sequence[Tensor | None], wanted: Sequence[bool]) -> tuple[bool, bool]:
+    """Whether the bias's and the sinks' gradients are wanted."""
     bias, sinks = inputs[3], inputs[4]
-    need_bias = ctx.needs_input_grad[3 + offset] and bias is not None and bias.is_floating_point()
-    need_sinks = ctx.needs_input_grad[4 + offset] and sinks is not None
-    dq, dk, dv, dbias, dsinks = (backward or _op.flash_attention_backward)(
-        grad_out, grad_lse, out, lse, statistics, need_bias, need_sinks, *inputs, *ctx.options
+    return (
+        bias is not None and wanted[3] and bias.is_floating_point(),
+        sinks is not None and wanted[4],
     )
-    gradients = (dq, dk, dv, dbias if need_bias else None, dsinks if need_sinks else None)
-    return gradients + nothing[len(gradients) :]
+
+
+class _Direct(torch.autograd.Function):
+    """Eager mode, past the dispatcher: in the form without setup_context, a tenth of its cost."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, plan: launch.Forward, options: Options, *inputs: Any
+    ) -> tuple[Tensor, Tensor]:
+        out, lse, statistics = plan(Inputs(*inputs))
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*inputs, out, lse, statistics)
+        ctx.options = options
+        return out, lse
+
+    @staticmethod
+    def backward(
+        ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        if grad_out is None and grad_lse is None:
+            return (None,) * (2 + _N_INPUTS)
+        *inputs, out, lse, statistics = ctx.saved_tensors
+        need_bias, need_sinks = _needs(inputs, ctx.needs_input_grad[2:])
+        if grad_out is None:
+            grad_out = torch.zeros_like(out)
+        if torch.is_grad_enabled():
+            # With create_graph, by a function that refuses to be differentiated again.
+            if statistics is None:
+                statistics = out.new_empty((0,), dtype=torch.float32)
+            dq, dk, dv, dbias, dsinks = _backward_once(
+                grad_out, grad_lse, out, lse, statistics, need_bias, need_sinks, *inputs,
+                *ctx.options,
+            )  # fmt: skip
+            dbias, dsinks = dbias if need_bias else None, dsinks if need_sinks else None
+        else:
+            x = Inputs(*inputs)
+            dq, dk, dv, dbias, delta = launch.backward(
+                x, ctx.options, grad_out, grad_lse, out, lse, statistics, need_bias
+            )
+            dsinks = _sinks_gradient(x, lse, delta) if need_sinks else None
+        return None, None, dq, dk, dv, dbias, dsinks, None, None, None, None
 
 
 class _Attention(torch.autograd.Function):
-    """The same pair for eager mode: called past the dispatcher where `direct`.
-
-    The ops' own registration (torch.library.register_autograd) knows no functorch transforms.
-    """
+    """The ops for functorch's transforms, which torch.library.register_autograd doesn't know."""
 
     @staticmethod
-    def forward(direct: bool, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-        if direct:
-            return _forward(*args)
+    def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
         result: tuple[Tensor, Tensor, Tensor]
         with torch._C._AutoDispatchBelowAutograd():
             result = _op.flash_attention_forward(*args)
@@ -236,16 +272,12 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.direct = inputs[0]
-        _save(ctx, inputs[1:], output)
+        _save(ctx, inputs, output)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
-        # With create_graph, by a function that refuses to be differentiated again.
-        direct = ctx.direct and not torch.is_grad_enabled()
-        differentiate = _backward if direct else _AttentionBackward.apply
         grad_out, grad_lse, _ = gradients
-        return (None, *_differentiate(ctx, grad_out, grad_lse, None, differentiate, 1))
+        return _differentiate(ctx, grad_out, grad_lse, None, _backward_once)
 
 
 class _AttentionBackward(torch.autograd.Function):
@@ -264,6 +296,12 @@ class _AttentionBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: Any) -> None:
         _refuse_double_backward(ctx)
+
+
+def _backward_once(*args: Any) -> tuple[Any, ...]:
+    """The backward op where its own derivative may be asked for."""
+    result: tuple[Any, ...] = _AttentionBackward.apply(*args)  # type: ignore[no-untyped-call]
+    return result
 
 
 def _refuse_double_backward(ctx: Any, *_: Any) -> None:

@@ -67,14 +67,17 @@ def load_bias(
 def logits(
     product, row_start, col_start, rows, cols, len_q, len_k, shift, left, right,
     scale, softcap, slope, bias, stride_bm, stride_bn,
-    MASKED: tl.constexpr, FOLD: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
+    MASKED: tl.constexpr, EVEN_K: tl.constexpr,
+    FOLD: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
     BIAS: tl.constexpr, BIAS_M: tl.constexpr, BIAS_N: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
 ):  # fmt: skip
     """A tile's logits from QK^T, and the derivative of the softcap at them.
 
-    FOLD leaves them unscaled: the caller folds the scale into its exp2.
+    FOLD leaves them unscaled: the caller folds the scale into its exp2. MASKED: some pairs of the
+    tile may be hidden. EVEN_K: the keys fill their tiles, so that a bias is loaded in long words.
     """
+    PADDED: tl.constexpr = MASKED and not EVEN_K
     s = product
     slope_of_cap = s
     if not FOLD:
@@ -88,18 +91,54 @@ def logits(
         if BIAS == ADDITIVE:
             s += load_bias(
                 bias, row_start, col_start, rows, cols, len_q, len_k, stride_bm, stride_bn,
-                BIAS_M, BIAS_N, MASKED,
+                BIAS_M, BIAS_N, PADDED,
             ).to(tl.float32)  # fmt: skip
     if BIAS == BOOLEAN:
         shown = load_bias(
             bias, row_start, col_start, rows, cols, len_q, len_k, stride_bm, stride_bn,
-            BIAS_M, BIAS_N, MASKED,
+            BIAS_M, BIAS_N, PADDED,
         )  # fmt: skip
         s = tl.where(shown != 0, s, float("-inf"))
-    if MASKED:
+    # Beyond the last key a boolean mask has been read as hidden.
+    if MASKED and (HAS_LEFT or HAS_RIGHT or BIAS != BOOLEAN or not BIAS_N):
         s = tl.where(visible(rows, cols, len_k, shift, left, right, HAS_LEFT, HAS_RIGHT), s,
                      float("-inf"))  # fmt: skip
     return s, slope_of_cap
+
+
+@triton.jit
+def within(
+    spans, stride, first, length, begin, full, rest, end,
+    OWNED: tl.constexpr, LOOPED: tl.constexpr,
+):  # fmt: skip
+    """Narrow the four bounds of a block's loop to what a boolean mask lets through.
+
+    spans: of the block's rows (or columns), as `spans_kernel` leaves them; they begin at `first` of
+    `length`. OWNED and LOOPED: the block's own size, and that of the tiles that it loops over.
+    """
+    local = first + tl.arange(0, OWNED)
+    at = spans + local.to(tl.int64) * stride
+    inside = local < length
+    seen_from = tl.min(tl.load(at, mask=inside, other=2147483647), 0)
+    seen_to = tl.max(tl.load(at + 1, mask=inside, other=0), 0)
+    whole_from = tl.max(tl.load(at + 2, mask=inside, other=0), 0)
+    whole_to = tl.min(tl.load(at + 3, mask=inside, other=2147483647), 0)
+    end = tl.minimum(end, seen_to)
+    begin = tl.maximum(begin, tl.minimum(seen_from, end) // LOOPED * LOOPED)
+    # Whole tiles alone, and the three stretches in their order.
+    last = tl.maximum((end + LOOPED - 1) // LOOPED * LOOPED, begin)
+    full = tl.maximum(full, (tl.minimum(whole_from, last) + LOOPED - 1) // LOOPED * LOOPED)
+    full = tl.minimum(tl.maximum(full, begin), last)
+    rest = tl.maximum(tl.minimum(rest, whole_to // LOOPED * LOOPED), full)
+    return begin, full, rest, end
+
+
+@triton.jit
+def _halves_kept(bits, threshold):
+    """For each of 32 bits' two halves, whether it is not below the threshold."""
+    low = ((bits & 0xFFFF).to(tl.int32) >= threshold).to(tl.int8)
+    high = ((bits >> 16).to(tl.int32) >= threshold).to(tl.int8)
+    return tl.join(low, high)
 
 
 @triton.jit
@@ -109,19 +148,18 @@ def kept(
 ):  # fmt: skip
     """Which of a tile's probabilities dropout keeps: a function of (seed, head, row, column) alone.
 
-    One philox call serves four neighbouring columns. Seven rounds pass BigCrush (Salmon et al.,
-    2011); ten only cost more.
+    One philox call serves eight neighbouring columns, with 16 bits each. Seven rounds pass BigCrush
+    (Salmon et al., 2011); ten only cost more.
     """
     rows = row_start + tl.arange(0, ROWS)[:, None]
-    quads = col_start // 4 + tl.arange(0, COLS // 4)[None, :]
-    zero = tl.zeros([ROWS, COLS // 4], tl.int32)
-    a, b, c, d = tl.philox(seed, zero + rows, zero + quads, zero + batch_head, zero, n_rounds=7)
-    # 31 bits, so that the comparison is between signed numbers.
-    a = ((a >> 1).to(tl.int32) >= threshold).to(tl.int8)
-    b = ((b >> 1).to(tl.int32) >= threshold).to(tl.int8)
-    c = ((c >> 1).to(tl.int32) >= threshold).to(tl.int8)
-    d = ((d >> 1).to(tl.int32) >= threshold).to(tl.int8)
-    keep = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (ROWS, COLS))
+    eights = col_start // 8 + tl.arange(0, COLS // 8)[None, :]
+    zero = tl.zeros([ROWS, COLS // 8], tl.int32)
+    a, b, c, d = tl.philox(seed, zero + rows, zero + eights, zero + batch_head, zero, n_rounds=7)
+    keep = tl.join(
+        tl.join(_halves_kept(a, threshold), _halves_kept(b, threshold)),
+        tl.join(_halves_kept(c, threshold), _halves_kept(d, threshold)),
+    )
+    keep = tl.reshape(keep, (ROWS, COLS))
     if TRANSPOSED:
         keep = tl.trans(keep)
     return keep != 0

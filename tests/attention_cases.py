@@ -36,7 +36,7 @@ class Case:
     lengths: tuple[tuple[int, int], ...] = ()  # Of packed sequences: instead of batch and len_*.
     layout: str = "BHLD"  # BLHD: a view; sliced: every other feature; expanded: stride 0 over B.
     mask: str | None = None
-    mask_kind: str = "bool"  # additive: learned; -inf: some at -inf; min: some rows at finfo.min.
+    mask_kind: str = "bool"  # band: boolean too; additive: learned; -inf, min: some there.
     is_causal: bool = False
     window: int | tuple[int, int] | None = None
     bottom_right: bool = False
@@ -114,6 +114,8 @@ def _mask(case: Case, options: dict[str, Any]) -> Tensor:
     shape = [sizes[dim] for dim in case.mask]
     if case.mask_kind == "bool":
         return torch.rand(shape, device=options["device"]) < 0.7
+    if case.mask_kind == "band":
+        return band(shape, options["device"])
     mask = torch.randn(shape, **options)
     if case.mask_kind == "-inf":
         mask = mask.masked_fill(torch.rand(shape, device=mask.device) < 0.3, float("-inf"))
@@ -123,6 +125,15 @@ def _mask(case: Case, options: dict[str, Any]) -> Tensor:
         if mask.ndim > 1 and mask.numel():
             mask[..., : (mask.shape[-2] + 1) // 2, :] = lowest
     return mask.requires_grad_()
+
+
+def band(shape: list[int], device: str) -> Tensor:
+    """A mask with one stretch of keys a row, as windows, padding and packed documents have it."""
+    *lead, rows, cols = [1] * (2 - len(shape)) + shape
+    ends = torch.randint(0, cols + 1, (2, *lead, rows, 1), device=device).sort(-2).values
+    first, past = ends.amin(0), ends.amax(0)
+    at = torch.arange(cols, device=device)
+    return ((at >= first) & (at < past)).view(shape)
 
 
 def assert_agrees(
@@ -264,7 +275,7 @@ def cases(draw: st.DrawFn, longest: int = 40, widest: int = 40) -> Case:
         else (),
         layout=pick("BHLD", "BLHD", "sliced", "expanded") if not packed else "BHLD",
         mask=mask,
-        mask_kind=pick("bool", "additive", "-inf", "min"),
+        mask_kind=pick("bool", "band", "additive", "-inf", "min"),
         is_causal=causal,
         window=draw(st.none() | st.none() | side | st.tuples(side, side)),
         bottom_right=pick(False, True),

@@ -40,9 +40,11 @@ class TestTransforms(Transforms):
     pass
 
 
-@settings(max_examples=300)
+# In shards, so that several processes can compile at once.
+@pytest.mark.parametrize("shard", range(15))
+@settings(max_examples=20)
 @given(case=cases(longest=300, widest=256), dtype=st.sampled_from(DTYPES))
-def test_every_feature_with_every_other(case: Case, dtype: torch.dtype) -> None:
+def test_every_feature_with_every_other(shard: int, case: Case, dtype: torch.dtype) -> None:
     assert_agrees(case, "cuda", dtype)
 
 
@@ -223,3 +225,65 @@ def test_float64_is_refused() -> None:
     x = torch.randn(1, 1, 4, 8, device="cuda", dtype=torch.float64)
     with pytest.raises(TypeError, match="query: expected float16, bfloat16 or float32"):
         flash_attention(x, x, x)
+
+
+class TestRepeatedCalls:
+    """The second call of a kind skips the checks: it must be the same call all the same."""
+
+    def _tensors(self) -> list[Tensor]:
+        return [torch.randn(2, 2, 40, 32, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+
+    def test_same_bits(self) -> None:
+        x = self._tensors()
+        leaves = [t.clone().requires_grad_() for t in x]
+        mask = torch.rand(2, 1, 40, 40, device="cuda") < 0.5
+        for options in ({}, {"is_causal": True}, {"attn_mask": mask}, {"window": (3, -1)}):
+            outs = [flash_attention(*leaves, **options, return_lse=True) for _ in range(3)]
+            grads = [torch.autograd.grad(out.sum(), leaves) for out, _ in outs]
+            for (out, lse), grad in zip(outs[1:], grads[1:], strict=True):
+                assert torch.equal(out, outs[0][0]) and torch.equal(lse, outs[0][1])
+                assert all(torch.equal(a, b) for a, b in zip(grad, grads[0], strict=True))
+            with torch.no_grad():
+                assert torch.equal(flash_attention(*x, **options), outs[0][0])
+
+    def test_dropout_is_drawn_anew(self) -> None:
+        x = self._tensors()
+        torch.manual_seed(3)
+        first = [flash_attention(*x, dropout_p=0.5) for _ in range(3)]
+        torch.manual_seed(3)
+        again = [flash_attention(*x, dropout_p=0.5) for _ in range(3)]
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+        assert not torch.equal(first[1], first[2])
+
+    def test_bad_calls_stay_bad(self) -> None:
+        x = self._tensors()
+        slopes = torch.rand(2, device="cuda")
+        for _ in range(3):
+            flash_attention(*x, alibi_slopes=slopes)
+            flash_attention(*x, window=2)
+            with pytest.raises(ValueError, match="alibi_slopes"):
+                flash_attention(*x, alibi_slopes=slopes.clone().requires_grad_())
+            with pytest.raises(TypeError, match="value"):
+                flash_attention(x[0], x[1], x[2].half())
+            with pytest.raises(ValueError, match="causal_alignment"):
+                flash_attention(*x, causal_alignment="middle")
+        assert torch.equal(flash_attention(*x, window=[2, 2]), flash_attention(*x, window=2))
+
+    def test_autocast_and_float32(self) -> None:
+        x = [t.float() for t in self._tensors()]
+        for _ in range(2):
+            assert flash_attention(*x).dtype is torch.float32
+            for dtype in (torch.bfloat16, torch.float16):
+                with torch.autocast("cuda", dtype):
+                    assert flash_attention(*x).dtype is dtype
+
+    def test_addresses_that_move(self) -> None:
+        """Kernels are compiled for aligned pointers where the first call had some."""
+        x = self._tensors()
+        plain = flash_attention(*x)
+        for which in range(3):
+            moved = list(x)
+            room = torch.zeros(x[which].numel() + 1, device="cuda", dtype=torch.bfloat16)
+            moved[which] = room[1:].view_as(x[which]).copy_(x[which])
+            for _ in range(2):
+                assert torch.equal(flash_attention(*moved), plain)

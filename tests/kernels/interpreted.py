@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from attention_cases import band
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from fa_advisor.kernels import launch
 from fa_advisor.kernels.arguments import Call
-from fa_advisor.kernels.op import attention
+from fa_advisor.kernels.op import attention, options_of
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3}
 
@@ -156,7 +158,7 @@ def test_features_at_odd_lengths(lengths: tuple[int, int]) -> None:
     len_k=st.integers(1, 50),
     kv_heads=st.sampled_from([1, 2]),
     dim=st.sampled_from([1, 8, 20]),
-    bias=st.sampled_from(["none", "bool", "additive"]),
+    bias=st.sampled_from(["none", "bool", "band", "additive"]),
     shape=st.tuples(*[st.booleans()] * 4),
     causal=st.booleans(),
     bottom_right=st.booleans(),
@@ -178,11 +180,44 @@ def test_grid(
     torch.manual_seed(seed)
     full = (2, 2, len_q, len_k)
     size = tuple(n if own else 1 for n, own in zip(full, shape, strict=True))
-    mask = {"none": None, "bool": torch.rand(size) < 0.7, "additive": torch.randn(size)}[bias]
+    masks = {"none": None, "bool": torch.rand(size) < 0.7, "additive": torch.randn(size)}
+    mask = band(list(size), "cpu") if bias == "band" else masks[bias]
     check(
         2, 2, kv_heads, len_q, len_k, dim, dim, bias=mask, sinks=sinks, slopes=slopes,
         is_causal=causal, bottom_right=bottom_right, window_left=window, softcap=softcap,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", [(2, 2, 60, 70), (2, 1, 1, 70), (1, 2, 60, 1), (1, 1, 1, 1)])
+@pytest.mark.parametrize("axis", [2, 3])
+def test_spans_of_a_mask(shape: tuple[int, int, int, int], axis: int) -> None:
+    """Of rows with one stretch, with several, with none and with all."""
+    torch.manual_seed(0)
+    mask = band(list(shape), "cpu")
+    mask[:1, :1] = torch.rand(mask[:1, :1].shape) < 0.5
+    mask[-1:, -1:, -1:] = True
+    full = (2, 2, 60, 70)
+    q, k = torch.randn(2, 2, 60, 8), torch.randn(2, 2, 70, 8)
+    inputs = launch.Inputs(q, k, k, mask, None, None, None, None, None)
+    kind = launch._kind(inputs, options_of(call(q, k)))
+    planned = launch._plan_spans(kind, axis, full[5 - axis])
+    assert planned is not None
+    spans = planned(0, mask.view(torch.uint8)).tolist()
+    expanded = mask.expand(*shape[:axis], *full[axis:]) if axis == 3 else mask
+    expanded = expanded.expand(*shape[:2], *(full[2:] if shape[axis] > 1 else (60, 70)))
+    for b in range(shape[0]):
+        for h in range(shape[1]):
+            for i in range(shape[axis]):
+                seen = expanded[b, h].select(axis - 2, i).nonzero().flatten().tolist()
+                first, past, whole_from, whole_to = spans[b][h][i]
+                if not seen:
+                    assert past <= first and whole_to <= whole_from
+                    continue
+                assert (first, past) == (seen[0], seen[-1] + 1)
+                if len(seen) == past - first:
+                    assert (whole_from, whole_to) == (first, past)
+                else:
+                    assert whole_to <= whole_from
 
 
 def test_packed_sequences_equal_one_call_each() -> None:
