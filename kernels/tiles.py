@@ -33,6 +33,8 @@ GROUPS = {
 }
 KERNELS = ("forward", "keys", "queries", "bias")
 HEAD_DIMS = (16, 32, 64, 128, 256)
+# A frame this small is a few values kept in L1, which is what the fastest tiles do.
+MOST_STACK_BYTES = 96
 # What runs on no GPU: Triton's interpreter. Small, so that short sequences cross tiles.
 INTERPRETED = Tile(32, 16, 4, 1)
 
@@ -42,7 +44,7 @@ _TABLE: dict[tuple[str, str, int], tuple[Tile, ...]] = {
         Tile(128, 64, 4, 3), Tile(128, 64, 4, 3), Tile(128, 64, 4, 3), Tile(128, 64, 8, 2),
         Tile(64, 64, 8, 1)),
     ("sm80", "keys", 2): (
-        Tile(64, 64, 4, 2), Tile(32, 64, 4, 2), Tile(32, 64, 4, 2), Tile(32, 64, 8, 2),
+        Tile(64, 64, 4, 1), Tile(32, 64, 4, 2), Tile(32, 64, 4, 2), Tile(32, 64, 8, 2),
         Tile(16, 32, 8, 1)),
     ("sm80", "queries", 2): (
         Tile(64, 64, 4, 2), Tile(64, 64, 4, 2), Tile(64, 64, 4, 2), Tile(64, 64, 4, 2),
@@ -51,7 +53,7 @@ _TABLE: dict[tuple[str, str, int], tuple[Tile, ...]] = {
         Tile(64, 64, 4, 1), Tile(64, 64, 4, 1), Tile(64, 64, 4, 1), Tile(64, 64, 8, 1),
         Tile(32, 32, 8, 1)),
     ("sm80", "forward", 4): (
-        Tile(64, 32, 4, 2), Tile(64, 32, 4, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 2),
+        Tile(64, 32, 4, 2), Tile(64, 32, 4, 2), Tile(32, 32, 4, 2), Tile(32, 32, 8, 1),
         Tile(32, 16, 8, 1)),
     ("sm80", "keys", 4): (
         Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(16, 32, 4, 1), Tile(16, 16, 8, 1),
@@ -61,7 +63,7 @@ _TABLE: dict[tuple[str, str, int], tuple[Tile, ...]] = {
         Tile(16, 32, 8, 1)),
     ("sm80", "bias", 4): (
         Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(16, 16, 8, 1),
-        Tile(16, 32, 8, 1)),
+        Tile(16, 16, 8, 1)),
     ("sm90", "forward", 2): (
         Tile(128, 64, 4, 3), Tile(128, 64, 4, 3), Tile(64, 128, 4, 2, 168), Tile(128, 64, 4, 2),
         Tile(128, 64, 8, 2)),
@@ -75,7 +77,7 @@ _TABLE: dict[tuple[str, str, int], tuple[Tile, ...]] = {
         Tile(128, 64, 4, 3), Tile(128, 64, 4, 3), Tile(128, 128, 8, 2), Tile(128, 128, 8, 2),
         Tile(128, 32, 8, 2)),
     ("sm100", "keys", 2): (
-        Tile(64, 64, 4, 2), Tile(64, 64, 4, 2), Tile(64, 64, 4, 1), Tile(64, 64, 8, 2),
+        Tile(64, 64, 4, 1), Tile(64, 64, 4, 1), Tile(64, 64, 4, 1), Tile(32, 64, 8, 2),
         Tile(32, 32, 8, 1)),
     ("sm100", "queries", 2): (
         Tile(64, 64, 4, 2), Tile(64, 64, 4, 2), Tile(64, 64, 4, 2), Tile(128, 64, 8, 2),
@@ -84,6 +86,10 @@ _TABLE: dict[tuple[str, str, int], tuple[Tile, ...]] = {
         Tile(64, 64, 4, 1), Tile(64, 64, 4, 1), Tile(64, 64, 4, 1), Tile(64, 64, 8, 1),
         Tile(64, 64, 8, 1)),
 }  # fmt: skip
+# Where causal calls, with their second loop, do better with another tile.
+_CAUSAL: dict[tuple[str, str, int, int], Tile] = {
+    ("sm90", "keys", 2, 128): Tile(64, 64, 4, 1),
+}
 # Groups without an entry of their own take another's.
 _SAME_AS = {"sm86": "sm80", "sm90": "sm80", "sm100": "sm90"}
 
@@ -96,8 +102,10 @@ def group_of(capability: tuple[int, int]) -> str:
     return {8: "sm86", 9: "sm90", 10: "sm100", 11: "sm100"}.get(capability[0], "sm86")
 
 
-def tile(group: str, kernel: str, head_dim: int, element_bytes: int) -> Tile:
+def tile(group: str, kernel: str, head_dim: int, element_bytes: int, causal: bool = False) -> Tile:
     """The shipped tile. `head_dim`: the larger of the two, padded to a power of two (from 16)."""
+    if causal and (group, kernel, element_bytes, head_dim) in _CAUSAL:
+        return _CAUSAL[group, kernel, element_bytes, head_dim]
     while (group, kernel, element_bytes) not in _TABLE:
         group = _SAME_AS[group]
     return _TABLE[group, kernel, element_bytes][HEAD_DIMS.index(head_dim)]
@@ -115,4 +123,15 @@ def smaller(tile: Tile) -> Tile | None:
         return tile._replace(block_n=tile.block_n // 2)
     if tile.block_m > 16:
         return tile._replace(block_m=tile.block_m // 2)
+    return None
+
+
+def lighter(tile: Tile) -> Tile | None:
+    """The next tile to try where one spills registers; None after the lightest."""
+    if tile.max_registers is not None:
+        return tile._replace(max_registers=None)
+    if tile.block_m > 16:
+        return tile._replace(block_m=tile.block_m // 2)
+    if tile.block_n > 16:
+        return tile._replace(block_n=tile.block_n // 2)
     return None
