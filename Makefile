@@ -26,6 +26,21 @@ demo: $(VENV)/.installed-run ## Install into .venv and profile the bundled examp
 test: $(VENV)/.installed-test ## Install into .venv and run the tests that need no GPU
 	$(VENV)/bin/pytest -n $(WORKERS) --dist loadfile -m "not gpu and not vision" $(PYTEST_ARGS)
 
+# The Triton that compile-tiles compiles with, if not the one of constraints.txt.
+TRITON ?=
+OTHER_TRITON := $(if $(TRITON),.triton/$(TRITON))
+
+.PHONY: compile-tiles
+compile-tiles: $(VENV)/.installed-test $(OTHER_TRITON) ## Compile every tile for every GPU of the table (TRITON=3.9.0: with that one)
+	FA_ADVISOR_COMPILE_ALL=1 $(if $(TRITON),FA_ADVISOR_TRITON_PATH=$(OTHER_TRITON)) \
+		$(VENV)/bin/pytest -s -o faulthandler_timeout=0 tests/kernels/test_compile.py $(PYTEST_ARGS)
+
+# Alone and apart: torch holds the environment to the Triton that it was built for.
+.triton/%: | $(VENV)/.installed-test
+	@rm -rf $@.partial
+	$(VENV)/bin/python -m pip install --quiet --no-deps --target $@.partial triton==$*
+	mv $@.partial $@
+
 .PHONY: test-gpu
 test-gpu: $(VENV)/.installed-test ## The tests that need a CUDA device
 	$(VENV)/bin/pytest -m gpu $(PYTEST_ARGS)
@@ -78,7 +93,7 @@ build: $(VENV)/.installed-test ## Build the sdist and the wheel into dist/
 
 .PHONY: clean
 clean: ## Remove the environments, caches and build outputs
-	rm -rf $(VENV) $(VISION) .typing .mypy_cache .ruff_cache .pytest_cache build dist *.egg-info
+	rm -rf $(VENV) $(VISION) .triton .typing .mypy_cache .ruff_cache .pytest_cache build dist *.egg-info
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "fa-advisor needs Python 3.10 or later; this is " + sys.version.split()[0] + ". Name another one: make PYTHON=python3.12 ...")'
