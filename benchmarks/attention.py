@@ -194,6 +194,7 @@ def _flex(n: int, visible: Any, batch: int | None) -> Callable[..., Any]:
     """FlexAttention, compiled, its block mask made beforehand: its cost isn't counted."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+    torch._dynamo.reset()  # It gives up compiling after a few masks.
     block_mask = create_block_mask(visible, batch, None, n, n, device="cuda")
     compiled = torch.compile(flex_attention, dynamic=False)
     return lambda q, k, v: compiled(

@@ -26,7 +26,8 @@ def spans_kernel(
     batch_head = pid // blocks
     local = pid % blocks * OWNED + tl.arange(0, OWNED)
     inside = local < owned
-    mask += (batch_head // heads).to(tl.int64) * stride_b + (batch_head % heads) * stride_h
+    batch, head = (batch_head // heads).to(tl.int64), (batch_head % heads).to(tl.int64)
+    mask += batch * stride_b + head * stride_h
     at = mask + local.to(tl.int64) * stride_owned
     if BROADCAST:
         seen = (tl.load(at, mask=inside, other=0) != 0) & (looped > 0)
