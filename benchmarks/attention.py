@@ -9,6 +9,7 @@ causal), 2.5 times that a backward. Needs a GPU of compute capability 8.0 or lat
 from __future__ import annotations
 
 import argparse
+import gc
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -260,26 +261,31 @@ def host_cost(calls: int = 500) -> dict[str, float]:
 
 def memory() -> Iterator[dict[str, Any]]:
     """The peak over inputs, outputs and gradients of a causal training call at great lengths."""
-    for b, h, n, d in ((1, 8, 65_536, 64), (1, 1, 1_048_576, 64)):
-        leaves = tuple(t.requires_grad_() for t in random_tensors(b, h, n, d))
-        grad = torch.randn_like(leaves[0])
-        function = ours(*leaves, is_causal=True)
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        out = function(*leaves)
-        gradients = torch.autograd.grad(out, leaves, grad)
-        torch.cuda.synchronize()
-        results = sum(t.nbytes for t in (out, *gradients))
-        finite = all(bool(t.isfinite().all()) for t in gradients)
-        peak = torch.cuda.max_memory_allocated() - before
-        yield {
-            "shape": [b, h, n, d],
-            "outputs_and_gradients_bytes": results,
-            "peak_over_inputs_bytes": peak,
-            "bytes_a_row_beyond": (peak - results) / (b * h * n),
-            "finite": finite,
-        }
+    for shape in ((1, 8, 65_536, 64), (1, 1, 1_048_576, 64)):
+        gc.collect()
+        yield _peak(shape)
+
+
+def _peak(shape: tuple[int, int, int, int]) -> dict[str, Any]:
+    b, h, n, _ = shape
+    leaves = tuple(t.requires_grad_() for t in random_tensors(*shape))
+    grad = torch.randn_like(leaves[0])
+    function = ours(*leaves, is_causal=True)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    out = function(*leaves)
+    gradients = torch.autograd.grad(out, leaves, grad)
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated() - before
+    results = sum(t.nbytes for t in (out, *gradients))
+    return {
+        "shape": list(shape),
+        "outputs_and_gradients_bytes": results,
+        "peak_over_inputs_bytes": peak,
+        "bytes_a_row_beyond": (peak - results) / (b * h * n),
+        "finite": all(bool(t.isfinite().all()) for t in gradients),
+    }
 
 
 def _ratios(rows: list[dict[str, Any]]) -> dict[str, float]:

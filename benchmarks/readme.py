@@ -1,9 +1,9 @@
-"""Writes the README's figures from the files under benchmarks/results/.
+"""Writes the figures of the README and the docs from the files under benchmarks/results/.
 
     python benchmarks/readme.py
 
 Each stands between `<!-- figures: NAME -->` and `<!-- end -->`; tests/unit/test_readme.py holds
-the README to them.
+the pages to them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fa_advisor.report import load
 from fa_advisor.views.text import to_text
 
 ROOT = Path(__file__).parents[1]
-README = ROOT / "README.md"
+PAGES = (ROOT / "README.md", ROOT / "docs" / "flash-attention.md")
 RESULTS = ROOT / "benchmarks" / "results"
 _BLOCK = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -71,11 +71,63 @@ def engine() -> str:
     return "\n".join(rows) + "\n"
 
 
-FIGURES: dict[str, Callable[[], str]] = {"demo": demo, "peaks": peaks, "engine": engine}
+def attention() -> str:
+    """The kernels' speed, plain calls and those with a feature."""
+    result = _read("attention")
+    peers = ("ours", "flash", "cudnn", "efficient")
+    rows = [
+        "| TFLOP/s, forward / backward | ours | FlashAttention-2 | cuDNN | efficient |",
+        "|---|---|---|---|---|",
+    ]
+    for row in result["plain"]:
+        b, h, n, d = row["shape"]
+        speeds = (
+            f"{row[peer]['forward_tflops']:.0f} / {row[peer]['backward_tflops']:.0f}"
+            for peer in peers
+        )
+        rows.append(
+            f"| {b} x {h} heads x {n:,} x {d}{', causal' if row['causal'] else ''} | "
+            + " | ".join(speeds)
+            + " |"
+        )
+    rows += [
+        "",
+        "| ms, forward / backward; 4 x 16 heads x 4,096 x 128 | ours | best other | which |",
+        "|---|---|---|---|",
+    ]
+    for row in result["features"]:
+        others = {
+            name: peer
+            for name, peer in row.items()
+            if name not in ("feature", "ours") and "backward_ms" in peer
+        }
+        best = [
+            min(others, key=lambda name, way=way: others[name][f"{way}_ms"])  # type: ignore[misc]
+            for way in _WAYS
+        ]
+        ours = (f"{row['ours'][f'{way}_ms']:.2f}" for way in _WAYS)
+        other = (f"{others[name][f'{way}_ms']:.2f}" for way, name in zip(_WAYS, best, strict=True))
+        named = best[0] if best[0] == best[1] else " / ".join(best)
+        rows.append(f"| {row['feature']} | {' / '.join(ours)} | {' / '.join(other)} | {named} |")
+    where = result["provenance"]
+    rows.append(
+        f"\n{where['gpu']}, torch {where['torch']}, triton {where['triton']}, bf16,"
+        f" {where['date']}, commit {where['commit']}."
+    )
+    return "\n".join(rows) + "\n"
+
+
+_WAYS = ("forward", "backward")
+FIGURES: dict[str, Callable[[], str]] = {
+    "demo": demo,
+    "peaks": peaks,
+    "engine": engine,
+    "attention": attention,
+}
 
 
 def rendered(text: str) -> str:
-    """The README with every figure written anew."""
+    """A page with every figure written anew."""
     return _BLOCK.sub(lambda m: m[1] + FIGURES[m[2]]() + m[3], text)
 
 
@@ -85,4 +137,5 @@ def _read(name: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    README.write_text(rendered(README.read_text()))
+    for page in PAGES:
+        page.write_text(rendered(page.read_text()))

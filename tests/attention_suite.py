@@ -217,9 +217,9 @@ class TorchsOwnCases:
         expanded = flash_attention(*tensors, row.expand(3, 2, 12, 20))
         assert torch.equal(expanded, flash_attention(*tensors, row))
         turned = (torch.rand(20, 12, device=device) < 0.6).T
-        assert torch.equal(
-            flash_attention(*tensors, turned), flash_attention(*tensors, turned.contiguous())
-        )
+        outs = [flash_attention(*tensors, mask) for mask in (turned, turned.contiguous())]
+        # Another layout may add up in another order.
+        torch.testing.assert_close(*outs, rtol=4 * torch.finfo(dtype).eps, atol=1e-6)
 
     def test_dropout_drops_the_same_in_backward(self, device: str, dtype: torch.dtype) -> None:
         case = Case(len_q=64, len_k=64, head_dim=16, is_causal=True)

@@ -1,6 +1,10 @@
 """When two attentions are the same: FlashAttention's own criterion, on forward and gradients.
 
-err(patched against a float64 reference) <= 2 * err(original, in its own dtype) + rounding.
+err(patched against a float64 reference) <= k * err(original, in its own dtype) + rounding, with k
+of 2 for the output and 3 for gradients, as FlashAttention's tests have it. A gradient's rounding is
+the output's own: every flash backward takes sum(dO * O) of an output that was rounded, which moves
+dS by as much of P. Where the softmax is nearly uniform, as at initialisation, that is all of dQ's
+error.
 """
 
 from __future__ import annotations
@@ -104,8 +108,9 @@ def _judge(
     """Relative errors in the 2-norm. A gradient that is next to nothing (one key alone has none
     for the query) is measured against the gradient that came in."""
     size = max(float(expected.norm()), 1e-2 * scale, 1e-12)
-    rounding = max(torch.finfo(dtype).eps / 8, 5e-6)
-    allowed = 2 * float((plain - expected).norm()) / size + rounding
+    eps = torch.finfo(dtype).eps
+    times, rounding = (2, eps / 8) if scale == 0.0 else (3, eps)
+    allowed = times * float((plain - expected).norm()) / size + max(rounding, 5e-6)
     patched = float((ours - expected).norm()) / size
     if not torch.isfinite(ours).all():
         patched = float("inf")

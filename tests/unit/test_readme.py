@@ -1,4 +1,4 @@
-"""The README's figures are those of the result files, and its commands exist."""
+"""The pages' figures are those of the result files, and the README's commands exist."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ def test_the_figures_come_from_the_result_files() -> None:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    text = (ROOT / "README.md").read_text()
-    assert module.rendered(text) == text, "run `python benchmarks/readme.py`"
+    for page in module.PAGES:
+        text = page.read_text()
+        assert module.rendered(text) == text, f"{page.name}: run `python benchmarks/readme.py`"
 
 
 def test_its_two_commands_are_targets_of_the_makefile() -> None:
