@@ -12,6 +12,7 @@ import torch
 import triton
 from torch import Tensor
 
+from fa_advisor.kernels.arguments import unsupported_gpu
 from fa_advisor.kernels.backward import bias_kernel, delta_kernel, keys_kernel, queries_kernel
 from fa_advisor.kernels.forward import forward_kernel
 from fa_advisor.kernels.launcher import INTERPRET, Descriptors, Geometry, Launch
@@ -374,6 +375,9 @@ def _check_device(query: Tensor) -> None:
             )
     elif not query.is_cuda:
         raise ValueError(f"query: expected a CUDA tensor, got one on {query.device}")
+    elif refusal := unsupported_gpu(query.get_device()):
+        # Compiled code comes here without having passed the checks of an eager call.
+        raise ValueError(refusal)
 
 
 def _bytes(bias: Tensor | None) -> Tensor | None:
@@ -479,7 +483,7 @@ def backward(
     dv = torch.empty_strided(*for_value, dtype=dtype, device=device)
     delta, base = torch.empty_like(lse), torch.empty_like(lse)
     highest = total = dbias = None
-    if statistics is not None and statistics.numel():
+    if statistics is not None and statistics.ndim > 1:  # Else the ops' word for none.
         highest, total = statistics[0], statistics[1]
     if need_bias and bias is not None:
         dbias = torch.empty(bias.shape, dtype=bias.dtype, device=device)

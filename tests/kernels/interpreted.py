@@ -148,8 +148,9 @@ def test_features(case: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("lengths", [(1, 40), (40, 1), (0, 40), (40, 0), (33, 33)])
-def test_features_at_odd_lengths(lengths: tuple[int, int]) -> None:
-    check(1, 2, 2, *lengths, 5, 1)
+@pytest.mark.parametrize("additive", [False, True])
+def test_features_at_odd_lengths(lengths: tuple[int, int], additive: bool) -> None:
+    check(1, 2, 2, *lengths, 5, 1, bias=torch.randn(1, 2, *lengths) if additive else None)
 
 
 @settings(max_examples=12, deadline=None)
