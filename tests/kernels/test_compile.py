@@ -35,8 +35,9 @@ whole_table = pytest.mark.skipif(
 COMPILER = Path(__file__).with_name("compile_tiles.py")
 # Shared memory that one block may have, by target (KiB).
 LIMITS = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
-# No tile holds dK and dV of 256 features in fp32 in registers: the least of those tried.
-UNAVOIDABLE = {("keys", 4, 256): 544}
+# No tile holds dK and dV of 256 features in fp32 in registers. From 16x16 to 32x32, with 4, 8 and
+# 16 warps, this is the least; the others take 1,100 to 3,000 bytes.
+UNAVOIDABLE = {("keys", 4, 256): 520}
 # The commonest head dims.
 COMMONEST = {80: (64, 128), 86: (128,), 90: (64, 128), 120: (128,)}
 PLAIN = ("plain", "causal")
