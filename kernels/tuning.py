@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
+from fa_advisor.kernels.kept import directory, write
 from fa_advisor.kernels.tiles import GROUPS, Tile, tile
 
 log = logging.getLogger(__name__)
@@ -69,14 +70,6 @@ def identity(function: Any, device: torch.device) -> tuple[str, tuple[int, int],
 def enabled() -> bool:
     """Whether tiles are to be measured."""
     return os.environ.get("FA_ADVISOR_AUTOTUNE") == "1"
-
-
-def directory() -> Path:
-    """Where tiles are kept: FA_ADVISOR_CACHE_DIR, or `fa-advisor` in the user's cache directory."""
-    if ours := os.environ.get("FA_ADVISOR_CACHE_DIR"):
-        return Path(ours)
-    cache = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(cache) if os.path.isabs(cache) else Path.home() / ".cache") / "fa-advisor"
 
 
 def milliseconds(launch: Callable[[], None]) -> float:
@@ -227,13 +220,7 @@ def _write(kernel: str, key: TuningKey, best: Tile) -> None:
     text = json.dumps({**_described(kernel, key), "tile": list(best)}, indent=1)
     try:
         path = _path(kernel, key)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-        try:
-            partial.write_text(text + "\n")
-            os.replace(partial, path)
-        finally:
-            partial.unlink(missing_ok=True)
+        write(path, text + "\n")
     except (OSError, RuntimeError) as error:
         # RuntimeError: there's no home directory.
         _say_once(f"tuned tiles can't be kept: {type(error).__name__}: {error}")
