@@ -184,8 +184,14 @@ def _launch(
     return Launch(name, kernel, geometry, _tile(name, kind, query), descriptors, key)
 
 
-def _by_descriptor(*tensors: Tensor) -> bool:
-    """Whether tensor descriptors can name all of them: 16-byte strides and bases, nothing empty."""
+def _by_descriptor(kind: _Kind, *tensors: Tensor) -> bool:
+    """Whether tensor descriptors can name all of them: 16-byte strides and bases, nothing empty.
+
+    IEEE's fp32 products have no use for operands in shared memory as descriptors lay them: they
+    would spill thousands of bytes on the way to registers.
+    """
+    if kind.precision == "ieee" and tensors[0].dtype is torch.float32:
+        return False
     if INTERPRET or torch.cuda.get_device_capability(tensors[0].device) < TMA_CAPABILITY:
         return False
     for t in tensors:
@@ -406,7 +412,7 @@ def _plan_forward(x: Inputs, o: Options) -> Forward:
     lse_shape = (q.shape[1], q.shape[0]) if x.cu_seqlens_q is not None else tuple(q.shape[:3])
     lse = q.new_empty(lse_shape, dtype=torch.float32)
     kind = _kind(x, o)
-    tma = o.max_seqlen_k > SHORT and _by_descriptor(k, v)
+    tma = o.max_seqlen_k > SHORT and _by_descriptor(kind, k, v)
     block_d, block_dv = _padded(kind.dim), _padded(kind.dim_v)
     bias_m, bias_n = _bias_flags(kind)
     n = kind.varlen
@@ -521,8 +527,8 @@ def _plan_backward(
     block_d, block_dv = _padded(kind.dim), _padded(kind.dim_v)
     bias_m, bias_n = _bias_flags(kind)
     n = kind.varlen
-    keys_tma = o.max_seqlen_q > SHORT and _by_descriptor(q, g)
-    queries_tma = o.max_seqlen_k > SHORT and _by_descriptor(k, v)
+    keys_tma = o.max_seqlen_q > SHORT and _by_descriptor(kind, q, g)
+    queries_tma = o.max_seqlen_k > SHORT and _by_descriptor(kind, k, v)
     row = strides2(lse, n)
     inputs = (*strides3(q, n), *strides3(k, n), *strides3(v, n), *strides3(g, n))
     numbers = (o.scale, o.softcap, kind.left, kind.right, kind.threshold, kind.keep_scale)

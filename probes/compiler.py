@@ -77,13 +77,16 @@ def compile_all(
     workers: int | None = None,
     timeout_s: float = TIMEOUT_S,
     progress: Callable[[int], None] | None = None,
-) -> list[Outcome]:
+    only_kept: bool = False,
+) -> list[Outcome | None]:
     """The outcome of each request, in their order: read from disk, or compiled.
 
     workers: child processes, as many as there are cores by default. progress: is told how many are
-    done, from this thread.
+    done, from this thread. only_kept: compile nothing; None for what isn't on disk.
     """
     outcomes: list[Outcome | None] = _kept(requests)
+    if only_kept:
+        return outcomes
     waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
     missing = [i for i, outcome in enumerate(outcomes) if outcome is None]
     for i in missing:
@@ -118,7 +121,7 @@ def compile_all(
     finally:
         stop.set()
         _keep((requests[i], outcomes[i]) for i in missing)
-    return [outcome for outcome in outcomes if outcome is not None]
+    return outcomes
 
 
 class _Child:

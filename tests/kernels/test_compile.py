@@ -37,7 +37,7 @@ COMPILER = Path(__file__).with_name("compile_tiles.py")
 LIMITS = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 # No tile holds dK and dV of 256 features in fp32 in registers. From 16x16 to 32x32, with 4, 8 and
 # 16 warps, this is the least; the others take 1,100 to 3,000 bytes.
-UNAVOIDABLE = {("keys", 4, 256): 520}
+UNAVOIDABLE = {("keys", "fp32", 256): 520}
 # The commonest head dims.
 COMMONEST = {80: (64, 128), 86: (128,), 90: (64, 128), 120: (128,)}
 PLAIN = ("plain", "causal")
@@ -49,15 +49,24 @@ NOT_CAUSAL = ("plain", "ragged", "dropout", "mask", "bias")
 # As often as a launch tries.
 ATTEMPTS = 4
 
-# What compile_tiles.py reads: target, kernel, tile, head dim, bytes of an element, kind of call.
-Config = tuple[int, str, Tile, int, int, str]
+# What compile_tiles.py reads: target, kernel, tile, head dims, dtype, kind of call.
+Config = tuple[int, str, Tile, int, int, str, str]
+DTYPES = {2: "bf16", 4: "fp32"}
 Row = dict[str, Any]
 
 
 def _configs(cc: int, dims: tuple[int, ...], size: int, calls: tuple[str, ...]) -> list[Config]:
     group = group_of((cc // 10, cc % 10))
     return [
-        (cc, kernel, tile(group, kernel, dim, size, call not in NOT_CAUSAL), dim, size, call)
+        (
+            cc,
+            kernel,
+            tile(group, kernel, dim, size, call not in NOT_CAUSAL),
+            dim,
+            dim,
+            DTYPES[size],
+            call,
+        )
         for kernel in KERNELS
         for dim in dims
         for call in calls
@@ -90,7 +99,7 @@ def _compiled(configs: list[Config]) -> list[Row]:
     assert len(rows) == len(configs)
     for row in rows:
         assert "error" not in row, row
-        assert row["smem"] <= LIMITS[row["cc"]] * 1024, row
+        assert row["smem_bytes"] <= LIMITS[row["capability"]] * 1024, row
     return rows
 
 
@@ -100,13 +109,20 @@ def _settled(configs: list[Config]) -> list[Row]:
     for _ in range(ATTEMPTS):
         again: list[Config] = []
         for row in _compiled(configs):
-            call = (row["cc"], row["kernel"], row["dim"], row["element_bytes"], row["call"])
+            call = (
+                row["capability"],
+                row["kernel"],
+                row["dim"],
+                row["dim_v"],
+                row["dtype"],
+                row["call"],
+            )
             best = settled.setdefault(call, row)
-            if row["stack"] < best["stack"]:
+            if row["stack_bytes"] < best["stack_bytes"]:
                 settled[call] = row
             following = lighter(Tile(*row["tile"]))
-            if row["stack"] > MOST_STACK_BYTES and following is not None:
-                again.append((row["cc"], row["kernel"], following, *call[2:]))
+            if row["stack_bytes"] > MOST_STACK_BYTES and following is not None:
+                again.append((*target, following, *call[2:]))
         configs = again
     return list(settled.values())
 
@@ -118,20 +134,20 @@ def _table(configs: list[Config]) -> list[Row]:
 
 def _check(rows: list[Row]) -> None:
     for row in rows:
-        most = UNAVOIDABLE.get((row["kernel"], row["element_bytes"], row["dim"]), MOST_STACK_BYTES)
-        assert row["stack"] <= most, row
+        most = UNAVOIDABLE.get((row["kernel"], row["dtype"], row["dim"]), MOST_STACK_BYTES)
+        assert row["stack_bytes"] <= most, row
 
 
 def _print(rows: list[Row]) -> None:
     """What `make compile-tiles` shows of a target."""
-    spilled = [row for row in rows if row["stack"]]
+    spilled = [row for row in rows if row["stack_bytes"]]
     print(
-        f"triton {rows[0]['triton']}, sm_{rows[0]['cc']}: {len(rows)} compiled, shared memory up to"
-        f" {max(row['smem'] for row in rows)} bytes, {len(spilled)} with a stack frame"
+        f"triton {rows[0]['triton']}, sm_{rows[0]['capability']}: {len(rows)} compiled, shared memory"
+        f" up to {max(row['smem_bytes'] for row in rows)} bytes, {len(spilled)} with a stack frame"
     )
     for row in spilled:
-        print("  ", *(row[name] for name in ("kernel", "dim", "element_bytes", "call", "tile")),
-              f"{row['registers']} registers, {row['stack']} bytes of stack")  # fmt: skip
+        print("  ", *(row[name] for name in ("kernel", "dim", "dtype", "call", "tile")),
+              f"{row['registers']} registers, {row['stack_bytes']} bytes of stack")  # fmt: skip
 
 
 def test_the_commonest_tiles_fit_and_do_not_spill() -> None:
