@@ -211,7 +211,7 @@ def usage_of_file(
         name: "constexpr" if name in constants else signature[name].removesuffix(":16")
         for name in names
     }
-    attributes = {
+    attributes: dict[tuple[int, ...], Any] = {
         (position,): [["tt.divisibility", 16]]
         for position, name in enumerate(names)
         if signature.get(name, "").endswith(":16")

@@ -109,14 +109,8 @@ def _settled(configs: list[Config]) -> list[Row]:
     for _ in range(ATTEMPTS):
         again: list[Config] = []
         for row in _compiled(configs):
-            call = (
-                row["capability"],
-                row["kernel"],
-                row["dim"],
-                row["dim_v"],
-                row["dtype"],
-                row["call"],
-            )
+            target = (row["capability"], row["kernel"])
+            call = (*target, row["dim"], row["dim_v"], row["dtype"], row["call"])
             best = settled.setdefault(call, row)
             if row["stack_bytes"] < best["stack_bytes"]:
                 settled[call] = row
@@ -142,8 +136,8 @@ def _print(rows: list[Row]) -> None:
     """What `make compile-tiles` shows of a target."""
     spilled = [row for row in rows if row["stack_bytes"]]
     print(
-        f"triton {rows[0]['triton']}, sm_{rows[0]['capability']}: {len(rows)} compiled, shared memory"
-        f" up to {max(row['smem_bytes'] for row in rows)} bytes, {len(spilled)} with a stack frame"
+        f"triton {rows[0]['triton']}, sm_{rows[0]['capability']}: {len(rows)} compiled,"
+        f" shared memory up to {max(row['smem_bytes'] for row in rows)} bytes, {len(spilled)} with a stack frame"
     )
     for row in spilled:
         print("  ", *(row[name] for name in ("kernel", "dim", "dtype", "call", "tile")),
