@@ -137,7 +137,8 @@ def _print(rows: list[Row]) -> None:
     spilled = [row for row in rows if row["stack_bytes"]]
     print(
         f"triton {rows[0]['triton']}, sm_{rows[0]['capability']}: {len(rows)} compiled,"
-        f" shared memory up to {max(row['smem_bytes'] for row in rows)} bytes, {len(spilled)} with a stack frame"
+        f" shared memory up to {max(row['smem_bytes'] for row in rows)} bytes,"
+        f" {len(spilled)} with a stack frame"
     )
     for row in spilled:
         print("  ", *(row[name] for name in ("kernel", "dim", "dtype", "call", "tile")),
