@@ -1,0 +1,483 @@
+"""What a tile of a bundled kernel takes, and how fast it is, by formula: microseconds, no compiler.
+
+The three kernels have one shape. Rows stay: queries in `forward` and `queries`, keys in `keys`. Two
+operands stream past them through a pipeline of `num_stages`. The weights P (or dS) of a tile, rows
+by columns, are made in registers and multiplied once more. Everything below follows from which unit
+multiplies, and where that unit wants its operands.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from fa_advisor.records import DeviceSpec
+
+Kernel = Literal["forward", "keys", "queries"]
+Precision = Literal["ieee", "tf32"]
+# fma: no tensor cores, as exact fp32 wants. registers: tensor cores fed from registers (mma.sync).
+# shared: straight from shared memory (wgmma). tensor: the same, into tensor memory (tcgen05).
+Unit = Literal["fma", "registers", "shared", "tensor"]
+
+MAX_REGISTERS = 255
+_STREAMED = {"forward": ("K", "V"), "keys": ("Q", "dO"), "queries": ("K", "V")}
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """What the compiler would report of a tile.
+
+    smem_bytes: of a block; `holders` says who has it. registers: of a thread. spills: the compiler
+    would keep more than `fa_advisor.kernels.tiles.MOST_STACK_BYTES` of stack. in_registers: bytes
+    of a block, of what is held in registers (on 10.x in part in tensor memory).
+    """
+
+    smem_bytes: int
+    registers: int
+    spills: bool
+    holders: dict[str, int]
+    in_registers: dict[str, int]
+
+
+def estimate(
+    kernel: Kernel,
+    *,
+    block_m: int,
+    block_n: int,
+    num_warps: int,
+    num_stages: int,
+    head_dim: int,
+    value_head_dim: int,
+    element_bytes: int,
+    precision: Precision,
+    capability: tuple[int, int],
+    causal: bool,
+) -> Estimate:
+    """The budget of a tile on any GPU from 8.0 on."""
+    shape = _Shape(
+        kernel, block_m, block_n, num_warps, num_stages, _padded(head_dim),
+        _padded(value_head_dim), element_bytes, precision == "ieee", capability[0], causal,
+    )  # fmt: skip
+    holders = {name: size for name, size in shape.holders().items() if size}
+    wanted = shape.wanted_registers()
+    return Estimate(
+        smem_bytes=sum(holders.values()),
+        registers=min(MAX_REGISTERS, round(wanted)),
+        spills=wanted > shape.spilling_from(),
+        holders=holders,
+        in_registers=shape.in_registers(),
+    )
+
+
+def predicted_ms(
+    kernel: Kernel,
+    *,
+    block_m: int,
+    block_n: int,
+    num_warps: int,
+    num_stages: int,
+    head_dim: int,
+    value_head_dim: int,
+    element_bytes: int,
+    precision: Precision,
+    capability: tuple[int, int],
+    causal: bool,
+    registers: int,
+    stack_bytes: int,
+    smem_bytes: int,
+    ctas_per_sm: int,
+    device: DeviceSpec,
+    batch: int,
+    heads: int,
+    seqlen: int,
+) -> float:
+    """Milliseconds of a kernel on `device`: good for putting tiles in order.
+
+    A round of a block's loop takes tensor cores (and the shared memory that they read: `busy`) and
+    the other units (`softmax`, spills included), and something that only other blocks on the SM can
+    hide. One block alone takes the sum. Any number takes at least what the busier of the two does;
+    what is over that is shared out among the blocks (a little worse than evenly). To a block's
+    rounds come a start and an end, and to its work those of all that the SM runs in turn.
+
+    Registers and shared memory count through `ctas_per_sm`.
+
+    Held against 48 tiles measured on an H200 in bf16, the four fastest of each of the kernels,
+    causal or not, with head dims 64 and 128 (12 cases). The one predicted to be first is the
+    fastest, or as fast to the third digit, in 11 of 12 and 3.4 % slower in the other; times are 6 %
+    off on average (rms), 15 % at worst. Other GPUs, fp32 and other head dims: held against nothing.
+    """
+    shape = _Shape(
+        kernel, block_m, block_n, num_warps, num_stages, _padded(head_dim),
+        _padded(value_head_dim), element_bytes, precision == "ieee", capability[0], causal,
+    )  # fmt: skip
+    rows, columns = shape.rows, shape.columns
+    lanes = device.peak_flops.fp32 or device.peak_flops.fp16 or 1e12
+    lanes /= 2 * device.sm_count  # fp32 instructions a second of an SM: 128 a clock
+    smem = lanes  # bytes a second of its shared memory: 128 a clock as well
+
+    flops, read = 0, shape.read_to_multiply()
+    for width in shape.products():
+        flops += 2 * rows * columns * width
+    busy = flops / (shape.peak_flops(device) / device.sm_count) + _SMEM_SHOWS * read / smem
+    softmax = rows * columns * (_ALU[kernel] + _EXP) / lanes
+    if kernel == "keys":  # Each thread loads lse and delta of all its columns.
+        softmax += columns * 16 * num_warps * _STATISTICS / lanes
+    spilled = max(0, stack_bytes - _FREE_STACK) * 32 * num_warps
+    softmax += 2 * _SPILL * spilled / smem
+
+    alone = busy + softmax + _LATENCY_S[kernel]
+    least = max(busy, softmax)
+    ctas = float(max(1, ctas_per_sm))
+    a_round = least + (alone - least) / ctas**_SHARING
+    a_round *= 1 + _STALLS * {1: 1.5, 2: 1.0}.get(num_stages, 0.0)
+
+    blocks = batch * heads * -(-seqlen // rows) / (device.sm_count * ctas)
+    if causal:  # Half of the tiles, and those on the diagonal; the longest blocks come first.
+        rounds = (seqlen + rows) / 2 / columns + max(1.0, rows / columns) / 2
+        blocks += 1
+    else:
+        rounds = seqlen / columns
+        blocks = math.ceil(blocks)
+    return 1e3 * blocks * (ctas * a_round * rounds + _BLOCK_S)
+
+
+# Fitted to those 48 tiles: fp32 instructions for each weight (for an exponential, which is a
+# quarter of a clock's worth of its own unit, partly hidden); how much of reading operands shows
+# beside multiplying; how evenly blocks share an SM; what a round waits with few stages.
+_ALU: dict[Kernel, float] = {"forward": 3.97, "keys": 15.6, "queries": 0.0}
+_EXP = 4.68
+_STATISTICS = 8.8
+_SMEM_SHOWS = 0.422
+_SHARING = 0.876
+_STALLS = 0.05
+_LATENCY_S: dict[Kernel, float] = {"forward": 170e-9, "keys": 52e-9, "queries": 63.2e-9}
+_BLOCK_S = 3.85e-6
+# A frame this small costs nothing; each byte over it, a store and a load a round, and some.
+_FREE_STACK = 80
+_SPILL = 1.02
+# What mma.sync reaches of the peak that newer units set. 9.0 as others have measured; 10.x a guess.
+_MMA_SYNC_SHARE = {9: 0.62, 10: 0.5}
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """A kernel's tile, with padded head dims (query and key, value)."""
+
+    kernel: Kernel
+    m: int
+    n: int
+    warps: int
+    stages: int
+    d: int
+    dv: int
+    size: int
+    ieee: bool
+    major: int
+    causal: bool
+
+    @property
+    def rows(self) -> int:
+        return self.n if self.kernel == "keys" else self.m
+
+    @property
+    def columns(self) -> int:
+        return self.m if self.kernel == "keys" else self.n
+
+    @property
+    def unit(self) -> Unit:
+        if self.size == 4 and self.ieee:
+            return "fma"
+        if self.rows < 64 or self.warps % 4:  # The least that wgmma and tcgen05 multiply at a time.
+            return "registers"
+        return {9: "shared", 10: "tensor"}.get(self.major, "registers")  # type: ignore[return-value]
+
+    @property
+    def tma(self) -> bool:
+        """Whether operands come as tensor descriptors, which signal through barriers."""
+        return self.major >= 9 and self.unit != "fma"
+
+    @property
+    def tf32(self) -> bool:
+        return self.size == 4 and not self.ieee
+
+    @property
+    def accumulator_width(self) -> int:
+        return {"forward": self.dv, "keys": max(self.d, self.dv), "queries": self.d}[self.kernel]
+
+    @property
+    def tall(self) -> bool:
+        """Whether mma.sync lays the warps along the rows, so that P is where it's wanted next."""
+        return self.rows >= self.accumulator_width
+
+    def holders(self) -> dict[str, int]:
+        """Who holds a block's shared memory when most of it is held: in the loop."""
+        stay = self.resident()
+        if self.stages == 1:
+            return stay | self._one_stage()
+        (a, a_bytes), (b, b_bytes) = self._streamed()
+        a_count, b_count = self._buffers()
+        return {
+            **stay,
+            f"{a} x {a_count}": a_count * a_bytes,
+            f"{b} x {b_count}": b_count * b_bytes,
+            **self._copies(),
+            "lse, delta": 8 * self.m * (self.stages - 1) if self.kernel == "keys" else 0,
+            "P" if self.kernel == "forward" else "dS": self._weights(),
+            "scratch": self._scratch(),
+            "barriers": self._barriers(),
+        }
+
+    def resident(self) -> dict[str, int]:
+        if self.kernel == "forward":
+            return {"Q": self.m * self.d * self.size}
+        names = ("K", "V") if self.kernel == "keys" else ("Q", "dO")
+        return {
+            names[0]: self.rows * self.d * self.size,
+            names[1]: self.rows * self.dv * self.size,
+        }
+
+    def _streamed(self) -> tuple[tuple[str, int], tuple[str, int]]:
+        a, b = _STREAMED[self.kernel]
+        return (a, self.columns * self.d * self.size), (b, self.columns * self.dv * self.size)
+
+    def _buffers(self) -> tuple[int, int]:
+        """Buffers of each streamed operand.
+
+        A product that reads shared memory while it runs holds its buffer: `stages` of them. One
+        that has taken its operand into registers has freed it: one fewer. TF32 multiplies only
+        what is laid out along the summed index, so what isn't is read and written once more
+        (`_copies`), which frees it too. On 10.x the products of the backward pass run on into the
+        next round, which takes one more.
+        """
+        stages, kernel = self.stages, self.kernel
+        if self.unit == "shared" and self.tf32:
+            return {
+                "forward": (stages, stages - 1),
+                "keys": (stages - 1, stages - 1),
+                "queries": (stages - 1, stages),
+            }[kernel]
+        if self.unit == "shared":
+            return stages, stages
+        if self.unit == "tensor":
+            return stages + (kernel != "forward"), stages + (kernel == "keys")
+        if self.tf32 and not self.tma and kernel != "forward":
+            # Wanted in two layouts, so loaded through registers rather than copied behind them.
+            return 1, stages - 1 if kernel == "queries" else 1
+        return stages - 1, stages - 1
+
+    def _copies(self) -> dict[str, int]:
+        """TF32's operands laid out the other way; on 10.x one being read and one in the making."""
+        if not self.tf32 or self.unit not in ("shared", "tensor"):
+            return {}
+        (a, a_bytes), (b, b_bytes) = self._streamed()
+        turned = {
+            "forward": {b: b_bytes},
+            "keys": {a: a_bytes, b: b_bytes},
+            "queries": {a: a_bytes},
+        }
+        count = 2 if self.unit == "tensor" else 1
+        return {f"{name} turned": count * size for name, size in turned[self.kernel].items()}
+
+    def _weights(self) -> int:
+        """P (dS) on its way from one product to the next, where it can't stay in registers."""
+        if self.unit in ("shared", "tensor") or (self.unit == "registers" and self.tall):
+            return 0
+        return self.m * self.n * self.size
+
+    def _relayout(self) -> int:
+        """Scratch to hand a streamed operand from the threads that loaded it to those that multiply
+        it: as many rows as one warp's product takes (or all warps', side by side), or as one
+        instruction of all warps loads."""
+        width = max(self.d, self.dv)
+        lanes = min(32, width * self.size // 16)
+        rows = max(8 if self.tall else 8 * self.warps, 32 * self.warps // lanes)
+        return min(self.columns, rows) * width * self.size
+
+    def _scratch(self) -> int:
+        """What isn't an operand: row sums across warps, or an operand's way to its layout."""
+        if self.tf32 and self.unit == "registers" and not self.tma and self.kernel != "forward":
+            return max(0, self._relayout() - self._weights())
+        if self.kernel != "forward":
+            return 0
+        if self.unit == "fma":  # The factor that rescales O, where warps have other rows of O.
+            return 0 if self._rows_a_warp(self.n) == self._rows_a_warp(self.dv) else 4 * self.m
+        if self.unit == "tensor":
+            return 512 if self.warps == 8 else 0
+        if self.tf32 and self._weights():
+            return 4 * self.m * min(self.warps, self.n // 8)
+        return 0
+
+    def _rows_a_warp(self, width: int) -> int:
+        """Neighbouring rows of a product [m, width] that a warp has, without tensor cores: a thread
+        has a square of 1, 2 or 4, and as many lanes as it takes lie along the width."""
+        a_thread = self.m * width // (32 * self.warps)
+        square = 4 if a_thread >= 16 else 2 if a_thread >= 4 else 1
+        return square * 32 // min(32, width // square)
+
+    def _barriers(self) -> int:
+        """8 bytes a buffer, each array of them rounded up to 16; and the gap behind them.
+
+        The two loops of a causal call put operands that stay behind the barriers of those that
+        stream, if the latter are larger: at a multiple of what they are swizzled by.
+        """
+        if not self.tma:
+            return 0
+        counts = list(self._buffers())
+        if self.unit == "shared" and self.kernel == "queries" and not self.tf32:
+            counts = counts[:1]  # K and V are waited for together.
+        if self.unit == "tensor":  # Two for each product, by turns.
+            counts += [2] * {"forward": 2, "keys": 4, "queries": 3}[self.kernel]
+        taken = sum(_round_up(8 * count, 16) for count in counts)
+        streamed = max(
+            count * size for count, (_, size) in zip(self._buffers(), self._streamed(), strict=True)
+        )
+        behind = self.causal and streamed > min(self.resident().values())
+        if behind and self.unit != "registers":
+            small = taken + self._scratch()
+            small += 8 * self.m * (self.stages - 1) if self.kernel == "keys" else 0
+            return taken + _round_up(small, 8 * min(128, self.d * self.size)) - small
+        if not behind and not (self.unit == "tensor" and self.kernel != "forward"):
+            return taken - 8 * (counts[-1] % 2)  # The last is not rounded up.
+        return taken
+
+    def _one_stage(self) -> dict[str, int]:
+        """Without a pipeline an operand's memory is free for the next once it is used."""
+        (a, a_bytes), (b, b_bytes) = self._streamed()
+        weights, unit, kernel = self._weights(), self.unit, self.kernel
+        barrier = 8 if self.tma else 0
+        if unit in ("shared", "tensor"):
+            if kernel == "forward":
+                relayout = 4096 if unit == "tensor" and (self.m, self.warps) == (128, 8) else 0
+                return {
+                    f"{a}, {b}": max(a_bytes, b_bytes),
+                    "P": relayout if self.size == 2 else 0,
+                    "barriers": 0 if relayout and self.size == 2 else barrier,
+                }
+            turned = max(a_bytes, b_bytes) if self.tf32 else 0
+            gap = 1024 if self.tf32 else barrier  # At worst: what lies behind it is swizzled.
+            return {a: a_bytes, b: b_bytes, f"{a} turned": turned, "barriers": gap}
+        if kernel == "forward":
+            late = weights + (16 if self.tma and self.tf32 and weights else 0)
+            if a_bytes + barrier > b_bytes + late:
+                return {a: a_bytes, "barriers": barrier}
+            return {b: b_bytes, "P": weights, "barriers": late - weights}
+        if unit == "fma":
+            if kernel == "keys":
+                return {a: a_bytes, b: b_bytes, "dS": weights}
+            return {a: a_bytes, f"{b}, dS": max(b_bytes, weights)}
+        if not self.tma:
+            scratch = max(self._relayout(), weights)
+            if kernel == "keys":
+                return {a: a_bytes, b: b_bytes, "dS, scratch": scratch}
+            return {a: a_bytes, "dS, scratch": scratch}
+        if kernel == "keys":
+            gap = max(0, (16 if self.causal else 8) - weights)
+            return {f"{a}, {b}": max(a_bytes, b_bytes), "dS": weights, "barriers": gap}
+        return {
+            f"{a}, {b}, dS": max(a_bytes, b_bytes, weights),
+            "barriers": 16 if weights else barrier,
+        }
+
+    def products(self) -> tuple[int, ...]:
+        """The widths of a round's products, each of rows by columns."""
+        if self.kernel == "forward":
+            return self.d, self.dv
+        backward = (self.d, self.dv, self.d)
+        return (*backward, self.dv) if self.kernel == "keys" else backward
+
+    def read_to_multiply(self) -> int:
+        """Bytes of shared memory that a round's products read: what stays once for every warp group
+        beside another, what streams once for every 64 rows."""
+        beside = 2 if self.warps == 8 and self.rows == 64 else 1
+        stay = beside * sum(self.resident().values())
+        return stay + -(-self.rows // 64) * self.columns * sum(self.products()) * self.size
+
+    def peak_flops(self, device: DeviceSpec) -> float:
+        """Of the unit that multiplies; fp32's, where the device has no other."""
+        peaks = device.peak_flops
+        if self.size == 2:
+            peak = peaks.bf16 or peaks.fp16
+        else:
+            peak = peaks.fp32 if self.ieee else peaks.tf32
+        peak = peak or peaks.fp32 or 1e12
+        if self.unit == "registers":
+            peak *= _MMA_SYNC_SHARE.get(self.major, 1.0)
+        return peak
+
+    def accumulators(self) -> dict[str, int]:
+        """Bytes of the sums that a block keeps through its loop, fp32."""
+        if self.kernel == "forward":
+            return {"O": 4 * self.m * self.dv}
+        if self.kernel == "keys":
+            return {"dK": 4 * self.n * self.d, "dV": 4 * self.n * self.dv}
+        return {"dQ": 4 * self.m * self.d}
+
+    def in_registers(self) -> dict[str, int]:
+        """Bytes of a block's accumulators, and of a tile at each step from S to the last product;
+        not all of them are there at the same time."""
+        tile = 4 * self.m * self.n
+        if self.kernel == "forward":
+            steps = {"S": tile, "P": tile * self.size // 4, "m, l": 8 * self.m}
+        else:
+            steps = {"S": tile, "dP": tile, "dS": tile * self.size // 4}
+        return self.accumulators() | steps
+
+    def wanted_registers(self) -> float:
+        """Registers that a thread would use if it could have any number: a sum of what it holds."""
+        threads = 32 * self.warps
+        tile, weight_size = self.rows * self.columns, self.size / 4
+        across = max(self.d, self.dv) * self.columns * weight_size
+        if self.unit == "registers" and self.tall:  # Every warp has all that streams by.
+            across *= self.warps
+        held = (
+            threads,
+            sum(self.accumulators().values()) / 4,
+            tile,
+            across if self.unit in ("fma", "registers") else 0,
+            0 if self.tma else self.columns * (self.d + self.dv) * self.size / 16,
+            threads * self.causal,
+            tile * self.causal,
+            {
+                "fma": tile * self.d / 8,
+                "registers": tile * weight_size * (1 if self.tall else self.warps),
+                "shared": tile * weight_size,
+                "tensor": tile * (self.stages > 1),
+            }[self.unit],
+        )
+        factors = _WANTED[self.kernel, self.unit]
+        return sum(f * h for f, h in zip(factors, held, strict=True)) / threads
+
+    def spilling_from(self) -> float:
+        return _SPILLING_FROM[self.unit]
+
+
+# Registers of a thread for each, by least squares over 600 compiled tiles: a constant; a value of
+# the accumulators, of the tile, of a streamed operand's part in registers (four bytes); a pointer
+# of a copy behind the products; causality, and for each value of the tile; and by unit 8
+# multiplications unrolled, a value of P as an operand, or of the tile where products overlap.
+_WANTED: dict[tuple[Kernel, Unit], tuple[float, ...]] = {
+    ("forward", "fma"): (30, 2.6, 3.4, 2.3, 0, 0.22, 2, 0),
+    ("forward", "registers"): (44, 1.1, 0.97, 0.34, 3.6, 2.9, 0.25, 0),
+    ("forward", "shared"): (18, 1.5, 0.24, 0, 0, 12, 0, 2.2),
+    ("forward", "tensor"): (11, 1.3, 0.14, 0, 0, 3.9, 0.63, 1.4),
+    ("keys", "fma"): (87, 1.2, 0, 4.3, 0, 0, 4.9, 0.63),
+    ("keys", "registers"): (79, 0.71, 1.1, 1.3, 4, 27, 0, 0),
+    ("keys", "shared"): (31, 1.2, 1.5, 0, 0, 17, 0.084, 3.7),
+    ("keys", "tensor"): (74, 1, 0, 0, 0, 30, 0.58, 1.6),
+    ("queries", "fma"): (36, 0.31, 0.7, 0, 0, 0, 4.1, 0.94),
+    ("queries", "registers"): (48, 1.2, 0.21, 1.9, 0, 16, 0, 0.33),
+    ("queries", "shared"): (34, 1.4, 0, 0, 0, 2.7, 0.37, 3.1),
+    ("queries", "tensor"): (12, 0.96, 0, 0, 0, 0, 1.9, 1.4),
+}  # fmt: skip
+# Wanted registers from which a tile is said to spill: low, so that few that do are missed.
+_SPILLING_FROM: dict[Unit, float] = {"fma": 200, "registers": 240, "shared": 210, "tensor": 186}
+
+
+def _padded(head_dim: int) -> int:
+    """The next power of two, at least the 16 that a tensor core product takes."""
+    return max(16, 1 << (head_dim - 1).bit_length())
+
+
+def _round_up(value: int, unit: int) -> int:
+    return -(-value // unit) * unit
