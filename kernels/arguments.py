@@ -8,6 +8,8 @@ Shapes: B batch, H query heads, G key and value heads, Lq and Lk lengths, D and 
 
 from __future__ import annotations
 
+import numbers
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -20,7 +22,11 @@ from fa_advisor.kernels.packed import check_packed
 MAX_HEAD_DIM = 256
 MIN_CAPABILITY = (8, 0)
 
-_INF = float("inf")
+# Of float64: a scale or a cap beyond it is none.
+_LARGEST = 1.7976931348623157e308
+# A side of a window wider than this says nothing; 32 bits hold sums of it.
+_WIDEST = 2**30
+_ALIGNMENTS = ("top-left", "bottom-right")
 _HALF_AND_SINGLE = (torch.float16, torch.bfloat16, torch.float32)
 _WITH_DOUBLE = (*_HALF_AND_SINGLE, torch.float64)
 
@@ -74,8 +80,19 @@ def check(
     ([total, heads, dim] with cu_seqlens), and a mask of four dims, each full or 1.
     Raises ValueError or TypeError that names the argument, what was expected and what came.
     """
+    for name, flag in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
+        if type(flag) is not bool and not isinstance(flag, torch.SymBool):
+            raise TypeError(f"{name}: expected a bool, got {type(flag).__name__}")
+    _check_kind((
+        ("query", query), ("key", key), ("value", value), ("attn_mask", attn_mask),
+        ("sinks", sinks), ("alibi_slopes", alibi_slopes), ("cu_seqlens_q", cu_seqlens_q),
+        ("cu_seqlens_k", cu_seqlens_k),
+    ))  # fmt: skip
     if _autocasting(query):
         query, key, value, attn_mask = _autocast(query, key, value, attn_mask)
+    query, key, value = query.resolve_neg(), key.resolve_neg(), value.resolve_neg()
+    if attn_mask is not None:
+        attn_mask = attn_mask.resolve_neg()
     _check_tensors(query, key, value)
     varlen = cu_seqlens_q is not None or cu_seqlens_k is not None
     if varlen:
@@ -112,7 +129,7 @@ def check(
         scale = head_dim**-0.5
     elif not _is_number(scale):
         raise TypeError(f"scale: expected a float or None, got {type(scale).__name__}")
-    elif not -_INF < scale < _INF:
+    elif not -_LARGEST <= scale <= _LARGEST:
         raise ValueError(f"scale: expected a finite number, got {scale}")
     elif scale < 0:  # The kernel takes a row's maximum before it scales.
         query, scale = -query, -scale
@@ -122,7 +139,7 @@ def check(
         is_causal, right = True, None
     if softcap != 0.0 or dropout_p != 0.0:
         _check_softcap_and_dropout(softcap, dropout_p)
-    if causal_alignment != "top-left" and causal_alignment != "bottom-right":
+    if not isinstance(causal_alignment, str) or causal_alignment not in _ALIGNMENTS:
         raise ValueError(
             f"causal_alignment: expected 'top-left' or 'bottom-right', got {causal_alignment!r}"
         )
@@ -225,7 +242,7 @@ def _autocast(
     dtype = torch.get_autocast_dtype(query.device.type)
 
     def cast(x: Tensor) -> Tensor:
-        eligible = _is_tensor(x) and x.is_floating_point() and x.dtype != torch.float64
+        eligible = x.is_floating_point() and x.dtype != torch.float64
         return x.to(dtype) if eligible else x
 
     if mask is not None and mask.dtype is not torch.float32:
@@ -233,17 +250,25 @@ def _autocast(
     return cast(query), cast(key), cast(value), mask
 
 
+def _check_kind(arguments: Iterable[tuple[str, object]]) -> None:
+    """Tensors that lie in memory by strides, where there are any."""
+    for name, x in arguments:
+        if x is None and name not in ("query", "key", "value"):
+            continue
+        if not isinstance(x, Tensor):
+            what = "a Tensor" if name in ("query", "key", "value") else "a Tensor or None"
+            raise TypeError(f"{name}: expected {what}, got {type(x).__name__}")
+        if x.is_nested:
+            raise TypeError(
+                f"{name}: expected a strided tensor, got a nested one;"
+                " pass its values() as [total, H, D] with its offsets() as cu_seqlens"
+            )
+        if x.layout is not torch.strided:
+            raise TypeError(f"{name}: expected a strided tensor, got one in layout {x.layout}")
+
+
 def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
-    """Type, device, dtype and rank of the three."""
-    if not (_is_tensor(query) and _is_tensor(key) and _is_tensor(value)):
-        for name, x in (("query", query), ("key", key), ("value", value)):
-            if not _is_tensor(x):
-                raise TypeError(f"{name}: expected a Tensor, got {type(x).__name__}")
-    if query.is_nested or key.is_nested or value.is_nested:
-        raise TypeError(
-            "query, key, value: expected strided tensors, got a nested one;"
-            " pass its values() as [total, H, D] with its offsets() as cu_seqlens"
-        )
+    """Device and dtype of the three."""
     dtype, device = query.dtype, query.device
     if dtype not in (_HALF_AND_SINGLE if query.is_cuda else _WITH_DOUBLE):
         raise TypeError(
@@ -315,24 +340,22 @@ def _window(window: int | tuple[int, int]) -> tuple[int | None, int | None]:
         raise ValueError(
             f"window: expected 0 or more keys on a side, or -1 for no limit, got {window!r}"
         )
-    return None if left == -1 else left, None if right == -1 else right
+    return tuple(None if side == -1 else min(int(side), _WIDEST) for side in sides)  # type: ignore[return-value]
 
 
 def _check_softcap_and_dropout(softcap: float, dropout_p: float) -> None:
     for name, number in (("softcap", softcap), ("dropout_p", dropout_p)):
         if not _is_number(number):
             raise TypeError(f"{name}: expected a float, got {type(number).__name__}")
-    if not 0.0 <= softcap < _INF:
+    if not 0.0 <= softcap <= _LARGEST:
         raise ValueError(f"softcap: expected 0 (none) or a positive number, got {softcap}")
     if not 0.0 <= dropout_p < 1.0:
         raise ValueError(f"dropout_p: expected a probability in [0, 1), got {dropout_p}")
 
 
 def _check_per_head(name: str, x: Tensor, query: Tensor, shapes: list[tuple[int, ...]]) -> None:
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name}: expected a Tensor or None, got {type(x).__name__}")
-    if not x.is_floating_point():
-        raise TypeError(f"{name}: expected a floating-point dtype, got {x.dtype}")
+    if x.dtype not in _WITH_DOUBLE:
+        raise TypeError(f"{name}: expected float16, bfloat16, float32 or float64, got {x.dtype}")
     if x.device != query.device:
         raise ValueError(f"{name}: expected query's device {query.device}, got {x.device}")
     if tuple(x.shape) not in shapes:
@@ -344,13 +367,9 @@ def _last_contiguous(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
-def _is_tensor(x: object) -> bool:
-    return isinstance(x, Tensor)
-
-
 def _is_number(x: object) -> bool:
-    return isinstance(x, (int, float, torch.SymInt, torch.SymFloat))
+    return isinstance(x, (int, float, torch.SymInt, torch.SymFloat, numbers.Real))
 
 
 def _is_int(x: object) -> bool:
-    return isinstance(x, (int, torch.SymInt)) and not isinstance(x, bool)
+    return isinstance(x, (int, torch.SymInt, numbers.Integral)) and not isinstance(x, bool)

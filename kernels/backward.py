@@ -634,7 +634,7 @@ def bias_kernel(
     cols = n_begin * BLOCK_N + local_n
     kind = grad_bias.dtype.element_ty
     if BIAS_M and BIAS_N:
-        at = rows[:, None].to(tl.int64) * stride_dbm + cols[None, :] * stride_dbn
+        at = rows[:, None].to(tl.int64) * stride_dbm + cols[None, :].to(tl.int64) * stride_dbn
         mask = (rows[:, None] < len_q) & (cols[None, :] < len_k)
         tl.store(out + at, acc.to(kind), mask=mask)
     elif BIAS_M:

@@ -121,8 +121,8 @@ def _packed(
     """Packed sequences are one long one, in which a row sees keys of its own sequence alone."""
     token_M = torch.arange(query.shape[0], device=query.device, dtype=torch.int32)
     token_N = torch.arange(key.shape[0], device=query.device, dtype=torch.int32)
-    sequence_M = torch.bucketize(token_M, cu_seqlens_q[1:], right=True)
-    sequence_N = torch.bucketize(token_N, cu_seqlens_k[1:], right=True)
+    sequence_M = torch.bucketize(token_M, cu_seqlens_q[1:].contiguous(), right=True)
+    sequence_N = torch.bucketize(token_N, cu_seqlens_k[1:].contiguous(), right=True)
     position_M = token_M - cu_seqlens_q[sequence_M]
     if call.bottom_right:
         position_M = position_M + (cu_seqlens_k.diff() - cu_seqlens_q.diff())[sequence_M]

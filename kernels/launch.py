@@ -63,8 +63,14 @@ def _padded(dim: int) -> int:
 
 
 def allow_tf32() -> bool:
-    """torch's own flag for float32 products."""
-    return bool(torch.backends.cuda.matmul.allow_tf32)
+    """torch's own flag for float32 products, by whichever of its two interfaces it was set."""
+    try:
+        return bool(torch.backends.cuda.matmul.allow_tf32)
+    except RuntimeError:  # Once the newer one was used, torch refuses to read the older.
+        precision = torch.backends.cuda.matmul.fp32_precision
+        if precision == "none":
+            precision = torch.backends.fp32_precision
+        return bool(precision == "tf32")
 
 
 class _Kind(NamedTuple):
@@ -129,7 +135,8 @@ def _kind(x: Inputs, o: Options) -> _Kind:
         right=min(right, 2**30) if right is not None else 0,
         dropout=o.dropout_p > 0.0,
         threshold=threshold,
-        keep_scale=1.0 / (1.0 - o.dropout_p) if o.dropout_p < 1.0 else 0.0,
+        # By the share that is really kept: near 1 the step is large beside what is left.
+        keep_scale=_DROPOUT_STEPS / (_DROPOUT_STEPS - threshold),
         precision="tf32" if tf32 else "ieee",
         options=o,
     )

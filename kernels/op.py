@@ -29,6 +29,11 @@ _BACKWARD = (
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 _N_INPUTS = len(Inputs._fields)
+_FORWARD_MODE = (
+    "flash_attention: forward-mode differentiation (jvp) isn't supported; use"
+    " torch.nn.functional.scaled_dot_product_attention under"
+    " torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
+)
 
 
 def attention(
@@ -49,21 +54,36 @@ def attention(
     Returns out [B, H, Lq, Dv] ([total, H, Dv]) and lse, fp32 [B, H, Lq] ([H, total]).
     """
     seeds = fresh_seeds(call.dropout_p, query)
+    # The kernels read the small ones at consecutive addresses.
     if alibi_slopes is not None:
-        alibi_slopes = alibi_slopes.to(torch.float32)
+        alibi_slopes = alibi_slopes.resolve_neg().to(torch.float32).contiguous()
+    if sinks is not None:
+        sinks = sinks.resolve_neg().contiguous()
+    if cu_seqlens_q is not None and cu_seqlens_k is not None:
+        cu_seqlens_q, cu_seqlens_k = cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous()
     inputs = Inputs(query, key, value, bias, sinks, alibi_slopes, cu_seqlens_q, cu_seqlens_k, seeds)
     options = options_of(call)
     if torch.compiler.is_compiling():
         out, lse, _ = _op.flash_attention_forward(*inputs, *options)
     elif observed(query):
-        if _transformed_by_grad():
+        if _transformed_by(torch._C._functorch.TransformType.Jvp):
+            raise RuntimeError(_FORWARD_MODE)
+        if _transformed_by(torch._C._functorch.TransformType.Grad):
             out, lse, _ = _Attention.apply(*inputs, *options)  # type: ignore[no-untyped-call]
         else:
             out, lse, _ = _op.flash_attention_forward(*inputs, *options)
     else:
+        if torch.autograd.forward_ad._current_level >= 0:
+            _refuse_forward_mode(inputs)
         # The dispatcher's way to the same functions costs more than a short sequence's kernels.
         out, lse = direct(launch.forward(inputs, options), options, inputs)
     return out, lse
+
+
+def _refuse_forward_mode(inputs: Inputs) -> None:
+    for t in inputs:
+        if t is not None and torch.autograd.forward_ad.unpack_dual(t).tangent is not None:
+            raise RuntimeError(_FORWARD_MODE)
 
 
 def direct(plan: launch.Forward, options: Options, inputs: Inputs) -> tuple[Tensor, Tensor]:
@@ -92,9 +112,9 @@ def observed(query: Tensor) -> bool:
     )
 
 
-def _transformed_by_grad() -> bool:
+def _transformed_by(kind: Any) -> bool:
     level: Any = torch._C._functorch.peek_interpreter_stack()  # None outside of transforms.
-    return bool(level and level.key() == torch._C._functorch.TransformType.Grad)
+    return bool(level and level.key() == kind)
 
 
 def options_of(call: Call) -> Options:
@@ -279,6 +299,10 @@ class _Attention(torch.autograd.Function):
         grad_out, grad_lse, _ = gradients
         return _differentiate(ctx, grad_out, grad_lse, None, _backward_once)
 
+    @staticmethod
+    def vmap(*_: Any) -> Any:
+        _refuse_vmap()
+
 
 class _AttentionBackward(torch.autograd.Function):
     """The backward op for functorch's transforms and create_graph; its own backward refuses."""
@@ -297,11 +321,23 @@ class _AttentionBackward(torch.autograd.Function):
     def backward(ctx: Any, *_: Any) -> None:
         _refuse_double_backward(ctx)
 
+    @staticmethod
+    def vmap(*_: Any) -> Any:
+        _refuse_vmap()
+
 
 def _backward_once(*args: Any) -> tuple[Any, ...]:
     """The backward op where its own derivative may be asked for."""
     result: tuple[Any, ...] = _AttentionBackward.apply(*args)  # type: ignore[no-untyped-call]
     return result
+
+
+def _refuse_vmap() -> None:
+    raise RuntimeError(
+        "flash_attention: vmap over a gradient isn't supported; differentiate the batched call"
+        " instead (its leading dims are a batch), or use"
+        " torch.nn.functional.scaled_dot_product_attention"
+    )
 
 
 def _refuse_double_backward(ctx: Any, *_: Any) -> None:

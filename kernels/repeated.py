@@ -47,7 +47,7 @@ def signature(tensors: Tensors, options: tuple[Any, ...]) -> Any:
     for t in tensors:
         if t is None:
             parts += (None,)
-        elif type(t) in _PLAIN:
+        elif type(t) in _PLAIN and not t.is_neg() and t.layout is torch.strided:
             parts += (t.shape, t.stride(), t.dtype, t.device)
             every |= t.data_ptr()
         else:
@@ -70,6 +70,8 @@ def again(known: Any, tensors: Tensors) -> tuple[Tensor, Tensor] | None:
         return None
     if kind is None:
         return None
+    if torch.autograd.forward_ad._current_level >= 0:
+        return None
     seeds = fresh_seeds(kind.options.dropout_p, tensors[0])  # type: ignore[arg-type]
     return direct(kind.plan, kind.options, Inputs(*tensors, seeds))  # type: ignore[call-arg, arg-type]
 
@@ -82,6 +84,7 @@ def remember(known: Any, given: Tensors, checked: Tensors, call: Call) -> None:
     slopes = given[5]
     if (
         any(a is not b for a, b in zip(checked, given, strict=False))
+        or not all(t is None or t.is_contiguous() for t in given[len(checked) :])
         or (slopes is not None and slopes.dtype is not torch.float32)
         or not all(type(option) in _SCALARS for option in known[:_N_OPTIONS])
     ):

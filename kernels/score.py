@@ -50,15 +50,18 @@ def load_bias(
         bias += row_start.to(tl.int64) * stride_m
     if BIAS_N:
         bias += col_start.to(tl.int64) * stride_n
+    # A tile of a mask may reach over more than 2^31 elements.
+    down = (rows - row_start).to(tl.int64) * stride_m
+    across = (cols - col_start).to(tl.int64) * stride_n
     if BIAS_M and BIAS_N:
-        where = bias + (rows - row_start) * stride_m + (cols - col_start) * stride_n
+        where = bias + down + across
         if PADDED:
             return tl.load(where, mask=(rows < len_q) & (cols < len_k), other=0)
         return tl.load(where, mask=rows < len_q, other=0)
     elif BIAS_M:
-        return tl.load(bias + (rows - row_start) * stride_m, mask=rows < len_q, other=0)
+        return tl.load(bias + down, mask=rows < len_q, other=0)
     elif BIAS_N:
-        return tl.load(bias + (cols - col_start) * stride_n, mask=cols < len_k, other=0)
+        return tl.load(bias + across, mask=cols < len_k, other=0)
     else:
         return tl.load(bias)
 

@@ -30,7 +30,8 @@ def spans_kernel(
     mask += batch * stride_b + head * stride_h
     at = mask + local.to(tl.int64) * stride_owned
     if BROADCAST:
-        seen = (tl.load(at, mask=inside, other=0) != 0) & (looped > 0)
+        # Of a mask without entries there is nothing to load.
+        seen = tl.load(at, mask=inside & (looped > 0), other=0) != 0
         first = tl.where(seen, 0, _FAR)
         past = tl.where(seen, looped, 0)
         whole = seen

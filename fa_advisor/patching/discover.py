@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.functional import multi_head_attention_forward, scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
@@ -60,6 +61,8 @@ class Discovery(TorchFunctionMode):
         try:
             with ExitStack() as stack:
                 for module in self.sites.names:
+                    if isinstance(module, torch.jit.ScriptModule):
+                        continue  # It takes no hooks, and nothing in it can be changed.
                     stack.callback(module.register_forward_pre_hook(self._enter).remove)
                     leave = module.register_forward_hook(
                         self._leave, with_kwargs=True, always_call=True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, ref
@@ -133,6 +133,11 @@ def patch(model: nn.Module, *, example: Any = None, verify: bool = True) -> Hand
             f"patch: expected an nn.Module, got {type(model).__name__}",
             hint="pass the model itself, not its class or its output",
         )
+    if isinstance(model, torch.jit.ScriptModule):
+        raise UsageError(
+            f"patch: expected a module in Python, got the scripted {type(model).__name__}",
+            hint="patch the model before torch.jit.script, which then compiles the kernel's op",
+        )
     handle = _HANDLES.get(model)
     if handle is not None and handle.active:
         return handle
@@ -161,16 +166,24 @@ def _patch(model: nn.Module, example: Any, verify: bool) -> Handle:
         names = {module: name for name, module in model.named_modules()}
         for site in sites:
             site.fqn = names.get(site.module, site.fqn)
-        records += [site.record() for site in sites]
-    records = records or [_no_attention()]
     modules = [module for _, module in adopted]
     for site in sites:
         if site.code is None and site.kind is not None:
-            swap(site.module, site.kind)
+            try:
+                swap(site.module, site.kind)
+            except Exception as error:  # A metaclass or an __init_subclass__ may raise anything.
+                kind = type(site.module).__name__
+                site.refuse("CLASS_FIXED", f"{kind} can't be given another class: {error}")
+                continue
             modules.append(site.module)
     for layer in list(around(modules, model)):
-        swap(layer, UnfusedEncoderLayer)
-        modules.append(layer)
+        with suppress(
+            Exception
+        ):  # It keeps torch's fused operator then, and is right all the same.
+            swap(layer, UnfusedEncoderLayer)
+            modules.append(layer)
+    records += [site.record() for site in sites]
+    records = records or [_no_attention()]
     for module in modules:
         _OWNERS[module] = True
     report = PatchOutcome(sites=tuple(records), before=_UNMEASURED, after=_UNMEASURED)

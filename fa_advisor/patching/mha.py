@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
+from torch.nn.utils import parametrize
 
 from fa_advisor.patching import fallback
 from fa_advisor.patching.attend import attend, refusal
@@ -59,6 +60,8 @@ def configuration_refusal(module: nn.MultiheadAttention) -> str | None:
     """Why a module can't be patched whatever it is called with."""
     if module.bias_k is not None or module.bias_v is not None or module.add_zero_attn:
         return "EXTRA_KEYS"
+    if any(parametrize.is_parametrized(each) for each in module.modules()):
+        return "PARAMETRIZED"  # the fused call reads the weights, not what makes them
     return "HEAD_DIM" if module.head_dim > 256 else None
 
 

@@ -1,8 +1,9 @@
 """Modules whose own forward calls scaled_dot_product_attention.
 
 While such a module's forward runs, in that thread and nowhere else, a TorchFunctionMode turns the
-calls into the kernel's. It is entered inside the forward, so checkpoint's recompute has it too,
-and torch.compile traces through it.
+calls into the kernel's. It is entered inside the forward, so the recompute of a checkpoint around
+the module has it too, and torch.compile traces through it. The recompute of a checkpoint *inside*
+the forward runs when the forward is over: what is checkpointed there stays as it was, both times.
 """
 
 from __future__ import annotations
@@ -32,14 +33,25 @@ class _Redirection(TorchFunctionMode):
     def __init__(self, module: Any) -> None:
         super().__init__()
         self.module = module
+        self.surroundings = _surroundings()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is scaled_dot_product_attention:
+            if not torch.compiler.is_compiling() and _surroundings() != self.surroundings:
+                fallback.count(self.module, "CHECKPOINT_INSIDE")
+                return func(*args, **kwargs)
             return sdpa(self.module, *args, **kwargs)
         if torch.compiler.is_compiling() and args and func.__name__ in _PYTHON_METHODS:
             return getattr(args[0], func.__name__)(*args[1:], **kwargs)
         return func(*args, **kwargs)
+
+
+def _surroundings() -> tuple[bool, Any]:
+    """What a checkpoint changes for what it runs: gradients, or what becomes of saved tensors."""
+    if torch.compiler.is_compiling():
+        return True, None
+    return torch.is_grad_enabled(), torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
 # Methods that torch writes in Python (unflatten, split, norm). torch.compile knows them as

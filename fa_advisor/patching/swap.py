@@ -63,9 +63,23 @@ def swap(module: nn.Module, kind: type[Patched]) -> None:
 
 
 def restore(module: nn.Module) -> None:
-    """Give the module its own class back; nothing where it has it."""
+    """Give the module its own class back; nothing where it has it.
+
+    A class that somebody derived from the patched one meanwhile, as parametrizations and FSDP do,
+    stays, derived from the module's own.
+    """
     if is_patched(module):
-        module.__class__ = original_class(module)
+        module.__class__ = _unpatched(type(module))
+
+
+def _unpatched(of: type[Any]) -> type[Any]:
+    if not issubclass(of, Patched):
+        return of
+    if "patched_kind" in vars(of):
+        return of.patched_from
+    body = {k: v for k, v in vars(of).items() if k not in ("__dict__", "__weakref__")}
+    made: type[Any] = type(of)(of.__name__, tuple(map(_unpatched, of.__bases__)), body)
+    return made
 
 
 def is_patched(module: nn.Module) -> bool:

@@ -6,6 +6,8 @@ float32 and float16 (the interpreter has no bfloat16 products), against float64.
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from itertools import pairwise
 from typing import Any
 
@@ -16,9 +18,21 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fa_advisor.kernels import launch
+from fa_advisor.kernels import cpu, launch
+from fa_advisor.kernels.api import flash_attention
 from fa_advisor.kernels.arguments import Call
 from fa_advisor.kernels.op import attention, options_of
+
+
+def by_kernel(*tensors: Tensor, **options: Any) -> Tensor:
+    """The public function, with the kernels in the place of its way for CPU tensors."""
+    through_torch = cpu.attention
+    cpu.attention = attention
+    try:
+        return flash_attention(*tensors, **options)
+    finally:
+        cpu.attention = through_torch
+
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3}
 
@@ -255,7 +269,7 @@ def test_packed_sequences_equal_one_call_each() -> None:
 @pytest.mark.parametrize("causal", [False, True])
 def test_dropout_drops_the_same_in_backward(causal: bool) -> None:
     torch.manual_seed(1)
-    p, n = 0.3, 40
+    p, n = 0.25, 40
     q, k = torch.randn(1, 2, n, 16), torch.randn(1, 1, n, 16)
     c = call(q, k, dropout_p=p, is_causal=causal)
 
@@ -350,3 +364,81 @@ def test_op_keeps_no_tensor_alive() -> None:
     watched = [weakref.ref(t) for t in (*leaves, out, *gradients)]
     del leaves, out, gradients
     assert all(reference() is None for reference in watched)
+
+
+# What a tester found.
+
+
+@pytest.mark.parametrize("given", ["sinks", "alibi_slopes", "both cu_seqlens", "negative mask"])
+def test_operands_by_any_stride(given: str) -> None:
+    """The kernels read the small ones at consecutive addresses, and no bit of theirs is lost."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 4, 20, 16) for _ in range(3))
+    options: dict[str, Any] = {}
+    if given == "sinks":
+        options = {"sinks": torch.randn(4, 2)[:, 0]}
+    elif given == "alibi_slopes":
+        options = {"alibi_slopes": torch.rand(4, 2).T}
+    elif given == "negative mask":
+        options = {"attn_mask": torch.randn(1, 1, 20, 20, dtype=torch.complex64).conj().imag}
+    else:
+        q, k, v = (t[0].transpose(0, 1) for t in (q, k, v))
+        offsets = torch.tensor([[0, 0], [7, 1], [20, 2]], dtype=torch.int32)[:, 0]
+        options = {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets}
+        options |= {"max_seqlen_q": 13, "max_seqlen_k": 13}
+    expected = flash_attention(q, k, v, **options)
+    assert_close(by_kernel(q, k, v, **options), expected, torch.float32, given)
+
+
+@pytest.mark.parametrize("mask", [(2, 1, 5, 1), (1, 1, 1, 1), (2, 1, 1, 5)])
+def test_a_mask_expanded_to_nothing(mask: tuple[int, ...]) -> None:
+    """It has no entry, and nothing is read of it."""
+    lengths = (0, 5) if mask[-1] == 5 else (5, 0)
+    q, k = (torch.randn(2, 2, n, 8, requires_grad=True) for n in lengths)
+    shown = torch.ones(mask, dtype=torch.bool).expand(2, 2, *lengths)
+    out = by_kernel(q, k, k, shown)
+    assert out.shape == (2, 2, lengths[0], 8) and not out.any()
+    out.sum().backward()
+    assert q.grad is not None and k.grad is not None and not k.grad.any()
+
+
+def test_a_mask_of_far_rows() -> None:
+    """Rows of a mask 7.5e7 elements apart: a tile reaches over more than 2^31."""
+    q, k, v = (torch.randn(1, 1, 40, 16) for _ in range(3))
+    stride = 75 * 10**6
+    room = torch.empty(39 * stride + 40, dtype=torch.bool)  # Not touched, so not taken.
+    mask = room.as_strided((1, 1, 40, 40), (0, 0, stride, 1))
+    mask.copy_(torch.rand(40, 40) < 0.7)
+    expected = flash_attention(q, k, v, mask.contiguous())
+    assert_close(by_kernel(q, k, v, mask), expected, torch.float32, "far rows")
+
+
+@pytest.mark.parametrize("p", [0.999, 0.9999])
+def test_dropout_near_one_keeps_the_mean(p: float) -> None:
+    torch.manual_seed(0)
+    q, k = torch.randn(1, 1, 400, 16), torch.randn(1, 1, 400, 16)
+    mean = float(by_kernel(q, k, torch.ones(1, 1, 400, 16), dropout_p=p).mean())
+    kept = (1 - round(p * 2**16) / 2**16) * 400 * 400
+    assert abs(mean - 1) < 5 / kept**0.5
+
+
+def test_tf32_by_either_of_torchs_interfaces() -> None:
+    if not hasattr(torch.backends.cuda.matmul, "fp32_precision"):
+        pytest.skip("an older torch")
+    code = (
+        "import torch; from fa_advisor.kernels.launch import allow_tf32 as allowed\n"
+        "cuda = torch.backends.cuda.matmul\n"
+        "assert not allowed(); cuda.fp32_precision = 'tf32'; assert allowed()\n"
+        "cuda.fp32_precision = 'ieee'; assert not allowed()\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_forward_mode_and_vmap_over_a_gradient_are_refused_in_words() -> None:
+    q, k, v = (torch.randn(2, 2, 8, 16) for _ in range(3))
+    with pytest.raises(RuntimeError, match="forward-mode"):
+        torch.func.jvp(lambda a: by_kernel(a, k, v), (q,), (q,))
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(RuntimeError, match="forward-mode"):
+        by_kernel(torch.autograd.forward_ad.make_dual(q, q), k, v)
+    with pytest.raises(RuntimeError, match="vmap over a gradient"):
+        torch.func.vmap(torch.func.grad(lambda a: by_kernel(a, k, v).sum()))(torch.stack([q, q]))

@@ -56,7 +56,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "nested": (
         call(torch.nested.nested_tensor([x(4, 6, 8)], layout=torch.strided)),
         TypeError,
-        "expected strided tensors, got a nested one; pass its values()",
+        "query: expected a strided tensor, got a nested one; pass its values()",
     ),
     "rank 2": (call(x(6, 8)), ValueError, "query: expected [..., H, L, D], at least 3 dims"),
     "ranks": (call(Q, Q[0], Q[0]), ValueError, "key: expected query's rank, got shape (4, 6, 8)"),
@@ -152,7 +152,18 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "causal_alignment: expected 'top-left' or 'bottom-right', got 'bottom'",
     ),
     "sinks shape": (call(sinks=x(5)), ValueError, "sinks: expected shape (4,), got (5,)"),
-    "sinks dtype": (call(sinks=torch.ones(4).int()), TypeError, "sinks: expected a floating-point"),
+    "sinks dtype": (
+        call(sinks=torch.ones(4).int()),
+        TypeError,
+        "sinks: expected float16, bfloat16",
+    ),
+    "sinks sparse": (call(sinks=x(4).to_sparse()), TypeError, "sinks: expected a strided tensor"),
+    "a flag that is none": (
+        call(is_causal="False"),
+        TypeError,
+        "is_causal: expected a bool, got str",
+    ),
+    "a scale beyond floats": (call(scale=10**400), ValueError, "scale: expected a finite number"),
     "sinks type": (call(sinks=0.5), TypeError, "sinks: expected a Tensor or None, got float"),
     "sinks device": (call(sinks=x(4, device="meta")), ValueError, "sinks: expected query's device"),
     "alibi shape": (

@@ -683,3 +683,95 @@ def test_inputs_that_cannot_be_made_up() -> None:
     with pytest.raises(UsageError) as caught:
         fa_advisor.patch(Odd())
     assert "example=" in caught.value.hint
+
+
+# What a tester found.
+
+
+class Attends(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(32, 32)
+
+    def attend(self, x: Tensor) -> Tensor:
+        q = self.qkv(x).view(*x.shape[:2], 4, 8).transpose(1, 2)
+        return torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attend(x)
+
+
+class CheckpointsInside(Attends):
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__()
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = torch.utils.checkpoint.checkpoint(self.attend, x, use_reentrant=self.use_reentrant)
+        assert isinstance(out, Tensor)
+        return out
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_what_is_checkpointed_inside_a_forward_stays_as_it_was(use_reentrant: bool) -> None:
+    """Its recompute runs when the forward, and the redirection with it, is over."""
+    torch.manual_seed(0)
+    model, x = CheckpointsInside(use_reentrant), torch.randn(3, 20, 32)
+
+    def gradient() -> Tensor:
+        leaf = x.clone().requires_grad_()
+        model(leaf).sum().backward()
+        assert leaf.grad is not None
+        return leaf.grad
+
+    before = gradient()
+    handle = fa_advisor.patch(model, example=x)
+    assert handle.patched == 1
+    assert torch.equal(gradient(), before)
+    assert handle.fallbacks[""] == {"CHECKPOINT_INSIDE": 1}
+
+
+def test_a_class_that_refuses_to_be_derived_from_is_a_refusal() -> None:
+    class Final(Attends):
+        def __init_subclass__(cls, **_: object) -> None:
+            raise TypeError("final!")
+
+    model = nn.Sequential()
+    model.a, model.b = Attends(), Final()
+    model.forward = lambda x: (model.a(x), model.b(x))
+    handle = fa_advisor.patch(model, example=torch.randn(2, 9, 32))
+    codes = {site.fqn: site.code for site in handle.report.sites}
+    assert codes == {"a": None, "b": "CLASS_FIXED"}
+    assert "final!" in handle.details["b"]
+
+
+def test_a_class_put_on_in_between_stays_after_unpatch() -> None:
+    model, x = Attends(), torch.randn(2, 9, 32)
+    before = model(x)
+    handle = fa_advisor.patch(model, example=x)
+
+    class Doubled(nn.Module):
+        def forward(self, w: Tensor) -> Tensor:
+            return 2 * w
+
+    model.extra = nn.Parameter(torch.ones(3))
+    torch.nn.utils.parametrize.register_parametrization(model, "extra", Doubled())
+    handle.unpatch()
+    assert torch.equal(model.extra, torch.full((3,), 2.0))
+    assert torch.equal(model(x), before)
+    assert not any("patched_kind" in vars(each) for each in type(model).__mro__)
+
+
+def test_scripted_modules_are_left_out() -> None:
+    model = nn.Sequential(torch.jit.script(nn.GELU()), Attends())
+    assert fa_advisor.patch(model, example=torch.randn(2, 9, 32)).patched == 1
+    with pytest.raises(UsageError, match="expected a module in Python"):
+        fa_advisor.patch(torch.jit.script(nn.Linear(3, 3)))
+
+
+def test_a_parametrized_attention_is_refused_alone() -> None:
+    model, x = nn.MultiheadAttention(32, 4, batch_first=True), torch.randn(2, 9, 32)
+    torch.nn.utils.parametrizations.spectral_norm(model.out_proj)
+    example = {"query": x, "key": x, "value": x, "need_weights": False}
+    (site,) = fa_advisor.patch(model, example=example).report.sites
+    assert site.code == "PARAMETRIZED"
