@@ -47,7 +47,9 @@ def recommendations(
     groups: dict[tuple[object, ...], tuple[Recommendation, list[str]]] = {}
     for site in sites:
         made = _recommend(site, situation, eligible)
-        key = (made.backend, made.reasons, tuple(sorted(made.rejections.items())))
+        key = (
+            made.backend, made.reasons, made.predicted, tuple(sorted(made.rejections.items()))
+        )  # fmt: skip
         groups.setdefault(key, (made, []))[1].append(site.fqn or "(the model itself)")
     return tuple(replace(made, sites=tuple(names)) for made, names in groups.values())
 

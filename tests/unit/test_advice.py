@@ -7,6 +7,7 @@ it must not. The peak without attention's N x N memory: the same model on a fuse
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import cache
 from typing import Any, Literal
 
@@ -16,6 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fa_advisor
+import samples
+from fa_advisor.probes.gpus import lookup
+from fa_advisor.recommend import Situation, recommendations
 from fa_advisor.report import Report
 
 B, N = 2, 1024
@@ -168,3 +172,17 @@ def test_the_verdict_is_who_holds_most() -> None:
     none = weights.advice
     assert none.max_seq_len.now == none.max_seq_len.advised
     assert none.counterfactual_peak_bytes == weights.memory.peak_allocated_bytes
+
+
+def test_sites_with_other_predictions_are_told_apart() -> None:
+    """Nothing else differs between a site with a mask and one without, for a backend that takes
+    masks; the peak that is predicted does."""
+    plain = replace(samples.site(0), is_causal=False, has_mask=False)
+    masked = replace(samples.site(1), is_causal=False, has_mask=True)
+    situation = Situation(
+        verdict="attention-bound", device=lookup("a100"), parameters=10**8, basis="modelled",
+        peak_bytes=3 * 2**30, without_bytes=2**30, masked_bytes=2 * 2**30,
+    )  # fmt: skip
+    made = recommendations((plain, masked), situation, lambda site: ("efficient", {}))
+    assert [each.sites for each in made] == [(plain.fqn,), (masked.fqn,)]
+    assert [each.predicted.peak_allocated_bytes for each in made] == [2**30, 2 * 2**30]
