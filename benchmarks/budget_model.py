@@ -17,7 +17,7 @@ from typing import Any
 
 import provenance
 
-from fa_advisor.budget_model import Estimate, estimate
+from fa_advisor.budget_model import TENSOR_COLUMNS, Estimate, estimate
 from fa_advisor.kernels.tiles import MOST_STACK_BYTES
 from fa_advisor.probes.compiler import Outcome, Request, compile_all
 from fa_advisor.probes.gpus import CAPABILITIES
@@ -32,6 +32,8 @@ STAGES = {1: 3, 2: 4, 3: 3, 4: 1}
 # Products of one thread, unrolled: over this the assembler takes minutes over a kernel that spills
 # kilobytes, and none is ever used.
 MOST_UNROLLED = {"ieee": 2048, "tensor": 8192}
+# A kernel that wants more tensor memory than there is compiles to a stub of a few registers.
+LEAST_REGISTERS = 16
 BATCH = 16
 
 
@@ -107,15 +109,17 @@ def errors(pairs: Sequence[tuple[Request, Outcome]]) -> dict[str, Any]:
         smem_off.append(ours.smem_bytes / outcome.smem_bytes - 1)
         major, minor = divmod(request.capability, 10)
         limit = CAPABILITIES[f"{major}.{minor}"].smem_per_block_optin_bytes
-        fits = ours.smem_bytes <= limit
+        stub = outcome.registers < LEAST_REGISTERS
+        fits = ours.smem_bytes <= limit and ours.tensor_columns <= TENSOR_COLUMNS
+        does_fit = outcome.smem_bytes <= limit and not stub
         count["exact"] += ours.smem_bytes == outcome.smem_bytes
-        count["false_yes"] += fits and outcome.smem_bytes > limit
-        count["false_no"] += not fits and outcome.smem_bytes <= limit
+        count["false_yes"] += fits and not does_fit
+        count["false_no"] += not fits and does_fit
         spills = outcome.stack_bytes > MOST_STACK_BYTES
         count["spill"] += spills
         count["said"] += ours.spills
         count["both"] += spills and ours.spills
-        if not spills and outcome.registers >= 16:  # Fewer: the assembler gave the kernel up.
+        if not spills and not stub:
             registers_off.append(abs(ours.registers - outcome.registers))
     n = len(pairs)
     return {

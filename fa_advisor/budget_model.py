@@ -21,6 +21,9 @@ Precision = Literal["ieee", "tf32"]
 Unit = Literal["fma", "registers", "shared", "tensor"]
 
 MAX_REGISTERS = 255
+# Stack that doesn't count as spilling: `MOST_STACK_BYTES` of fa_advisor.kernels.tiles.
+MOST_STACK_BYTES = 96
+TENSOR_COLUMNS = 512  # an SM's tensor memory: of 128 rows of 32 bits
 _STREAMED = {"forward": ("K", "V"), "keys": ("Q", "dO"), "queries": ("K", "V")}
 
 
@@ -29,8 +32,10 @@ class Estimate:
     """What the compiler would report of a tile.
 
     smem_bytes: of a block; `holders` says who has it. registers: of a thread. spills: the compiler
-    would keep more than `fa_advisor.kernels.tiles.MOST_STACK_BYTES` of stack. in_registers: bytes
-    of a block, of what is held in registers (on 10.x in part in tensor memory).
+    would keep more than `MOST_STACK_BYTES` of stack. in_registers: bytes of a block, by what is
+    held in registers (on 10.x in part in tensor memory). stack_bytes: of a thread; 0, or what
+    spills, very roughly. tensor_columns: of tensor memory, on 10.x; a tile that wants more than
+    `TENSOR_COLUMNS` compiles, to a stub that can't be launched.
     """
 
     smem_bytes: int
@@ -38,6 +43,8 @@ class Estimate:
     spills: bool
     holders: dict[str, int]
     in_registers: dict[str, int]
+    stack_bytes: int = 0
+    tensor_columns: int = 0
 
 
 def estimate(
@@ -60,13 +67,15 @@ def estimate(
         _padded(value_head_dim), element_bytes, precision == "ieee", capability[0], causal,
     )  # fmt: skip
     holders = {name: size for name, size in shape.holders().items() if size}
-    wanted = shape.wanted_registers()
+    wanted, enough = shape.wanted_registers(), _SPILLING_FROM[shape.unit]
     return Estimate(
         smem_bytes=sum(holders.values()),
         registers=min(MAX_REGISTERS, round(wanted)),
-        spills=wanted > shape.spilling_from(),
+        spills=wanted > enough,
         holders=holders,
         in_registers=shape.in_registers(),
+        stack_bytes=MOST_STACK_BYTES + 4 * math.ceil(wanted - enough) if wanted > enough else 0,
+        tensor_columns=shape.tensor_columns(),
     )
 
 
@@ -102,24 +111,25 @@ def predicted_ms(
 
     Registers and shared memory count through `ctas_per_sm`.
 
-    Held against 48 tiles measured on an H200 in bf16, the four fastest of each of the kernels,
-    causal or not, with head dims 64 and 128 (12 cases). The one predicted to be first is the
-    fastest, or as fast to the third digit, in 11 of 12 and 3.4 % slower in the other; times are 6 %
-    off on average (rms), 15 % at worst. Other GPUs, fp32 and other head dims: held against nothing.
+    Fitted to an H200 in bf16: 8 to 10 tiles tried for each of the kernels, causal or not, with head
+    dims 64 and 128 (12 cases of 4096 tokens), of which the four fastest were noted. The tile
+    predicted to be first is the fastest in all 12; the times noted are 6 % off (root mean square),
+    18 % at worst. So many constants fit so many cases. Elsewhere it was held against nothing:
+    another GPU, fp32, other head dims and lengths, one stage in `forward`.
     """
     shape = _Shape(
         kernel, block_m, block_n, num_warps, num_stages, _padded(head_dim),
         _padded(value_head_dim), element_bytes, precision == "ieee", capability[0], causal,
     )  # fmt: skip
     rows, columns = shape.rows, shape.columns
-    lanes = device.peak_flops.fp32 or device.peak_flops.fp16 or 1e12
-    lanes /= 2 * device.sm_count  # fp32 instructions a second of an SM: 128 a clock
-    smem = lanes  # bytes a second of its shared memory: 128 a clock as well
+    peaks = device.peak_flops
+    lanes = (peaks.fp32 or peaks.fp16 or 1e12) / 2 / device.sm_count  # fp32 instructions a second
+    lanes_a_clock = 64 if capability in ((7, 0), (7, 5), (8, 0)) else 128
+    smem = 128 * lanes / lanes_a_clock  # bytes a second: 128 a clock
 
-    flops, read = 0, shape.read_to_multiply()
-    for width in shape.products():
-        flops += 2 * rows * columns * width
-    busy = flops / (shape.peak_flops(device) / device.sm_count) + _SMEM_SHOWS * read / smem
+    flops = 2 * rows * columns * sum(shape.products())
+    busy = flops * device.sm_count / shape.peak_flops(device)
+    busy += _SMEM_SHOWS * shape.read_to_multiply() / smem
     softmax = rows * columns * (_ALU[kernel] + _EXP) / lanes
     if kernel == "keys":  # Each thread loads lse and delta of all its columns.
         softmax += columns * 16 * num_warps * _STATISTICS / lanes
@@ -128,9 +138,9 @@ def predicted_ms(
 
     alone = busy + softmax + _LATENCY_S[kernel]
     least = max(busy, softmax)
-    ctas = float(max(1, ctas_per_sm))
-    a_round = least + (alone - least) / ctas**_SHARING
-    a_round *= 1 + _STALLS * {1: 1.5, 2: 1.0}.get(num_stages, 0.0)
+    ctas = max(1, ctas_per_sm)
+    a_round = least + (alone - least) / math.pow(ctas, _SHARING)
+    a_round *= 1 + _STALLS.get(num_stages, 0.0)
 
     blocks = batch * heads * -(-seqlen // rows) / (device.sm_count * ctas)
     if causal:  # Half of the tiles, and those on the diagonal; the longest blocks come first.
@@ -142,20 +152,21 @@ def predicted_ms(
     return 1e3 * blocks * (ctas * a_round * rounds + _BLOCK_S)
 
 
-# Fitted to those 48 tiles: fp32 instructions for each weight (for an exponential, which is a
-# quarter of a clock's worth of its own unit, partly hidden); how much of reading operands shows
-# beside multiplying; how evenly blocks share an SM; what a round waits with few stages.
-_ALU: dict[Kernel, float] = {"forward": 3.97, "keys": 15.6, "queries": 0.0}
-_EXP = 4.68
-_STATISTICS = 8.8
-_SMEM_SHOWS = 0.422
-_SHARING = 0.876
-_STALLS = 0.05
-_LATENCY_S: dict[Kernel, float] = {"forward": 170e-9, "keys": 52e-9, "queries": 63.2e-9}
-_BLOCK_S = 3.85e-6
+# Fitted to those tiles. For each weight: fp32 instructions, and in such instructions an exponential
+# (its own unit takes as long as 8 of them, partly beside them); a load of lse or delta by a thread.
+# How much of reading operands shows beside multiplying; how evenly blocks share an SM; what a
+# round waits for operands with one stage and with two, and for results.
+_ALU: dict[Kernel, float] = {"forward": 4.2, "keys": 15.8, "queries": 0.0}
+_EXP = 3.73
+_STATISTICS = 7.95
+_SMEM_SHOWS = 0.387
+_SHARING = 0.757
+_STALLS = {1: 0.126, 2: 0.063}
+_LATENCY_S: dict[Kernel, float] = {"forward": 148e-9, "keys": 53.6e-9, "queries": 60.7e-9}
+_BLOCK_S = 4.97e-6
 # A frame this small costs nothing; each byte over it, a store and a load a round, and some.
 _FREE_STACK = 80
-_SPILL = 1.02
+_SPILL = 1.07
 # What mma.sync reaches of the peak that newer units set. 9.0 as others have measured; 10.x a guess.
 _MMA_SYNC_SHARE = {9: 0.62, 10: 0.5}
 
@@ -190,7 +201,9 @@ class _Shape:
             return "fma"
         if self.rows < 64 or self.warps % 4:  # The least that wgmma and tcgen05 multiply at a time.
             return "registers"
-        return {9: "shared", 10: "tensor"}.get(self.major, "registers")  # type: ignore[return-value]
+        if self.major == 10:
+            return "tensor" if self.warps <= 8 else "registers"
+        return "shared" if self.major == 9 else "registers"
 
     @property
     def tma(self) -> bool:
@@ -208,7 +221,7 @@ class _Shape:
     @property
     def tall(self) -> bool:
         """Whether mma.sync lays the warps along the rows, so that P is where it's wanted next."""
-        return self.rows >= self.accumulator_width
+        return self.warps == 1 or self.rows >= self.accumulator_width
 
     def holders(self) -> dict[str, int]:
         """Who holds a block's shared memory when most of it is held: in the loop."""
@@ -423,6 +436,19 @@ class _Shape:
             steps = {"S": tile, "dP": tile, "dS": tile * self.size // 4}
         return self.accumulators() | steps
 
+    def tensor_columns(self) -> int:
+        """Columns of tensor memory that a block's accumulators, scores and weights take.
+
+        The pipelined loop of `keys` has P and dS at the same time, the other one after the other.
+        """
+        if self.unit != "tensor":
+            return 0
+        scores = 1 if self.kernel == "forward" else 2
+        weights = 2 if self.kernel == "keys" and self.stages > 1 else 1
+        tile = self.columns * (4 * scores + self.size * weights) // 4
+        accumulators = sum(self.accumulators().values()) // (4 * self.rows)
+        return (accumulators + tile) * self.rows // 128
+
     def wanted_registers(self) -> float:
         """Registers that a thread would use if it could have any number: a sum of what it holds."""
         threads = 32 * self.warps
@@ -447,9 +473,6 @@ class _Shape:
         )
         factors = _WANTED[self.kernel, self.unit]
         return sum(f * h for f, h in zip(factors, held, strict=True)) / threads
-
-    def spilling_from(self) -> float:
-        return _SPILLING_FROM[self.unit]
 
 
 # Registers of a thread for each, by least squares over 600 compiled tiles: a constant; a value of

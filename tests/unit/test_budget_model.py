@@ -10,8 +10,15 @@ from typing import Any
 
 import pytest
 
-from fa_advisor.budget_model import Estimate, Kernel, estimate, predicted_ms
-from fa_advisor.kernels.tiles import MOST_STACK_BYTES
+from fa_advisor.budget_model import (
+    MOST_STACK_BYTES,
+    TENSOR_COLUMNS,
+    Estimate,
+    Kernel,
+    estimate,
+    predicted_ms,
+)
+from fa_advisor.kernels import tiles
 from fa_advisor.probes.gpus import CAPABILITIES, lookup
 
 # Capability, kernel, block_m, block_n, warps, stages, head dim, dtype, call; registers, bytes of
@@ -115,6 +122,10 @@ def test_as_compiled(row: Row) -> None:
         assert abs(ours.registers - registers) < 100
 
 
+def test_what_counts_as_spilling_is_what_the_tiles_are_chosen_by() -> None:
+    assert MOST_STACK_BYTES == tiles.MOST_STACK_BYTES
+
+
 def test_shared_memory_is_exact_nearly_always() -> None:
     exact = sum(modelled(row).smem_bytes == row[11] for row in COMPILED)
     assert exact >= 0.9 * len(COMPILED)
@@ -149,6 +160,31 @@ def test_the_parts_by_hand() -> None:
         "P": 128 * 64 * 2,
         "m, l": 128 * 2 * 4,
     }
+
+
+@pytest.mark.parametrize(
+    ("row", "columns"),
+    [
+        ((100, "keys", 16, 128, 8, 2, 256, "bf16", "plain"), 560),
+        ((100, "keys", 32, 128, 8, 1, 256, "bf16", "plain"), 592),
+        ((100, "keys", 128, 128, 8, 2, 128, "bf16", "plain"), 640),
+        ((100, "queries", 128, 128, 8, 2, 256, "bf16", "plain"), 576),
+        ((100, "queries", 128, 128, 8, 2, 256, "fp32", "tf32"), 640),
+    ],
+)
+def test_what_does_not_fit_in_tensor_memory(row: Any, columns: int) -> None:
+    """As Triton counts them; below 512 it rounds up to a power of two."""
+    assert modelled(row).tensor_columns == columns > TENSOR_COLUMNS
+
+
+def test_what_fits_in_tensor_memory() -> None:
+    for kernel, m, n, dim in (
+        ("keys", 64, 64, 256), ("keys", 64, 128, 128), ("forward", 128, 64, 256),
+        ("forward", 256, 64, 128), ("queries", 128, 64, 256), ("queries", 128, 128, 128),
+    ):  # fmt: skip
+        row: Any = (100, kernel, m, n, 8, 2, dim, "bf16", "plain")
+        assert 256 < modelled(row).tensor_columns <= TENSOR_COLUMNS
+    assert modelled(COMPILED[0]).tensor_columns == 0
 
 
 def test_the_fastest_measured_tile_is_predicted_first() -> None:
