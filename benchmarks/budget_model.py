@@ -3,6 +3,8 @@
 Configurations are drawn at random, as many for each kernel and compute capability, and compiled for
 those GPUs, which needs none of them; what the compiler reports is held against the model. What was
 compiled is kept on disk, so a run that was broken off goes on where it stopped.
+
+The registers were fitted to other samples, that of seed 2 among them (260 configurations).
 """
 
 from __future__ import annotations
@@ -153,8 +155,8 @@ def compiled(requests: Sequence[Request], workers: int | None) -> Iterable[Outco
 def main() -> int:
     """Compile, compare, print and save; fail where a tile that doesn't fit was said to."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--configs", type=int, default=300)
-    parser.add_argument("--seed", type=int, default=2)
+    parser.add_argument("--configs", type=int, default=150)
+    parser.add_argument("--seed", type=int, default=3)
     parser.add_argument("--workers", type=int)
     arguments = parser.parse_args()
     requests = sample(arguments.configs, arguments.seed)

@@ -4,6 +4,9 @@ The three kernels have one shape. Rows stay: queries in `forward` and `queries`,
 operands stream past them through a pipeline of `num_stages`. The weights P (or dS) of a tile, rows
 by columns, are made in registers and multiplied once more. Everything below follows from which unit
 multiplies, and where that unit wants its operands.
+
+Shared memory is derived: who holds what, at the moment when most is held. Registers and spilling are
+fitted to what Triton 3.7.1 compiled; benchmarks/budget_model.py says how far off each is.
 """
 
 from __future__ import annotations
@@ -67,7 +70,7 @@ def estimate(
         _padded(value_head_dim), element_bytes, precision == "ieee", capability[0], causal,
     )  # fmt: skip
     holders = {name: size for name, size in shape.holders().items() if size}
-    wanted, enough = shape.wanted_registers(), _SPILLING_FROM[shape.unit]
+    wanted, enough = shape.wanted_registers(), _SPILLING_FROM[kernel, shape.unit]
     return Estimate(
         smem_bytes=sum(holders.values()),
         registers=min(MAX_REGISTERS, round(wanted)),
@@ -313,27 +316,45 @@ class _Shape:
             return max(0, self._relayout() - self._weights())
         if self.kernel != "forward":
             return 0
-        if self.unit == "fma":  # The factor that rescales O, where warps have other rows of O.
+        if self.unit == "fma":
+            warps_a_row = self.n // (32 * self._square(self.n))
+            if warps_a_row > 1:
+                return 4 * self.m * warps_a_row
+            # The factor that rescales O, where warps have other rows of O.
             return 0 if self._rows_a_warp(self.n) == self._rows_a_warp(self.dv) else 4 * self.m
         if self.unit == "tensor":
-            return 512 if self.warps == 8 else 0
+            if self.warps < 8:
+                return 0
+            return 1024 if self.behind and self.rows == 64 else 512
         if self.tf32 and self._weights():
             return 4 * self.m * min(self.warps, self.n // 8)
         return 0
 
-    def _rows_a_warp(self, width: int) -> int:
-        """Neighbouring rows of a product [m, width] that a warp has, without tensor cores: a thread
-        has a square of 1, 2 or 4, and as many lanes as it takes lie along the width."""
+    def _square(self, width: int) -> int:
+        """The side of the square that a thread has of a product [m, width], off tensor cores."""
         a_thread = self.m * width // (32 * self.warps)
-        square = 4 if a_thread >= 16 else 2 if a_thread >= 4 else 1
+        return 4 if a_thread >= 16 else 2 if a_thread >= 4 else 1
+
+    def _rows_a_warp(self, width: int) -> int:
+        """Neighbouring rows of it that a warp has: its lanes lie along the width first."""
+        square = self._square(width)
         return square * 32 // min(32, width // square)
 
-    def _barriers(self) -> int:
-        """8 bytes a buffer, each array of them rounded up to 16; and the gap behind them.
+    @property
+    def behind(self) -> bool:
+        """Whether what stays lies behind the barriers of what streams: in the two loops of a causal
+        call, if the latter is larger."""
+        counts = self._buffers() if self.stages > 1 else (1, 1)
+        sizes = [count * size for count, (_, size) in zip(counts, self._streamed(), strict=True)]
+        return self.causal and max(sizes) > min(self.resident().values())
 
-        The two loops of a causal call put operands that stay behind the barriers of those that
-        stream, if the latter are larger: at a multiple of what they are swizzled by.
-        """
+    @property
+    def alignment(self) -> int:
+        """What an operand that tensor cores read from shared memory begins at a multiple of."""
+        return 8 * min(128, self.d * self.size)
+
+    def _barriers(self) -> int:
+        """8 bytes a buffer, each array of them rounded up to 16; and the gap behind them."""
         if not self.tma:
             return 0
         counts = list(self._buffers())
@@ -342,15 +363,13 @@ class _Shape:
         if self.unit == "tensor":  # Two for each product, by turns.
             counts += [2] * {"forward": 2, "keys": 4, "queries": 3}[self.kernel]
         taken = sum(_round_up(8 * count, 16) for count in counts)
-        streamed = max(
-            count * size for count, (_, size) in zip(self._buffers(), self._streamed(), strict=True)
-        )
-        behind = self.causal and streamed > min(self.resident().values())
-        if behind and self.unit != "registers":
+        if self.unit == "tensor" and self.rows == 64 and self._scratch():
+            return taken  # Behind the sums of the rows, which end at a multiple themselves.
+        if self.behind and self.unit != "registers":
             small = taken + self._scratch()
             small += 8 * self.m * (self.stages - 1) if self.kernel == "keys" else 0
-            return taken + _round_up(small, 8 * min(128, self.d * self.size)) - small
-        if not behind and not (self.unit == "tensor" and self.kernel != "forward"):
+            return taken + _round_up(small, self.alignment) - small
+        if not self.behind and not (self.unit == "tensor" and self.kernel != "forward"):
             return taken - 8 * (counts[-1] % 2)  # The last is not rounded up.
         return taken
 
@@ -358,17 +377,17 @@ class _Shape:
         """Without a pipeline an operand's memory is free for the next once it is used."""
         (a, a_bytes), (b, b_bytes) = self._streamed()
         weights, unit, kernel = self._weights(), self.unit, self.kernel
-        barrier = 8 if self.tma else 0
+        barrier = (16 if self.columns > self.rows else 8) if self.tma else 0
         if unit in ("shared", "tensor"):
+            gap = self.alignment if self.behind or (self.tf32 and kernel != "forward") else 8
             if kernel == "forward":
-                relayout = 4096 if unit == "tensor" and (self.m, self.warps) == (128, 8) else 0
+                relayout = unit == "tensor" and (self.m, self.warps, self.size) == (128, 8, 2)
                 return {
                     f"{a}, {b}": max(a_bytes, b_bytes),
-                    "P": relayout if self.size == 2 else 0,
-                    "barriers": 0 if relayout and self.size == 2 else barrier,
+                    "P": 4096 if relayout else 0,
+                    "barriers": gap if self.behind or not relayout else 0,
                 }
             turned = max(a_bytes, b_bytes) if self.tf32 else 0
-            gap = 1024 if self.tf32 else barrier  # At worst: what lies behind it is swizzled.
             return {a: a_bytes, b: b_bytes, f"{a} turned": turned, "barriers": gap}
         if kernel == "forward":
             late = weights + (16 if self.tma and self.tf32 and weights else 0)
@@ -385,12 +404,9 @@ class _Shape:
                 return {a: a_bytes, b: b_bytes, "dS, scratch": scratch}
             return {a: a_bytes, "dS, scratch": scratch}
         if kernel == "keys":
-            gap = max(0, (16 if self.causal else 8) - weights)
+            gap = max(0, barrier - weights)
             return {f"{a}, {b}": max(a_bytes, b_bytes), "dS": weights, "barriers": gap}
-        return {
-            f"{a}, {b}, dS": max(a_bytes, b_bytes, weights),
-            "barriers": 16 if weights else barrier,
-        }
+        return {f"{a}, {b}, dS": max(a_bytes, b_bytes, weights), "barriers": barrier}
 
     def products(self) -> tuple[int, ...]:
         """The widths of a round's products, each of rows by columns."""
@@ -440,6 +456,8 @@ class _Shape:
         """Columns of tensor memory that a block's accumulators, scores and weights take.
 
         The pipelined loop of `keys` has P and dS at the same time, the other one after the other.
+        Of 64 rows two share a column; in the two loops of a causal call the accumulators alone do,
+        at worst.
         """
         if self.unit != "tensor":
             return 0
@@ -447,7 +465,8 @@ class _Shape:
         weights = 2 if self.kernel == "keys" and self.stages > 1 else 1
         tile = self.columns * (4 * scores + self.size * weights) // 4
         accumulators = sum(self.accumulators().values()) // (4 * self.rows)
-        return (accumulators + tile) * self.rows // 128
+        beside = max(128, self.rows) if self.causal else self.rows
+        return (accumulators * self.rows + tile * beside) // 128
 
     def wanted_registers(self) -> float:
         """Registers that a thread would use if it could have any number: a sum of what it holds."""
@@ -475,26 +494,31 @@ class _Shape:
         return sum(f * h for f, h in zip(factors, held, strict=True)) / threads
 
 
-# Registers of a thread for each, by least squares over 600 compiled tiles: a constant; a value of
+# Registers of a thread for each, by least squares over 854 compiled tiles: a constant; a value of
 # the accumulators, of the tile, of a streamed operand's part in registers (four bytes); a pointer
 # of a copy behind the products; causality, and for each value of the tile; and by unit 8
 # multiplications unrolled, a value of P as an operand, or of the tile where products overlap.
 _WANTED: dict[tuple[Kernel, Unit], tuple[float, ...]] = {
-    ("forward", "fma"): (30, 2.6, 3.4, 2.3, 0, 0.22, 2, 0),
-    ("forward", "registers"): (44, 1.1, 0.97, 0.34, 3.6, 2.9, 0.25, 0),
-    ("forward", "shared"): (18, 1.5, 0.24, 0, 0, 12, 0, 2.2),
-    ("forward", "tensor"): (11, 1.3, 0.14, 0, 0, 3.9, 0.63, 1.4),
-    ("keys", "fma"): (87, 1.2, 0, 4.3, 0, 0, 4.9, 0.63),
-    ("keys", "registers"): (79, 0.71, 1.1, 1.3, 4, 27, 0, 0),
-    ("keys", "shared"): (31, 1.2, 1.5, 0, 0, 17, 0.084, 3.7),
-    ("keys", "tensor"): (74, 1, 0, 0, 0, 30, 0.58, 1.6),
-    ("queries", "fma"): (36, 0.31, 0.7, 0, 0, 0, 4.1, 0.94),
-    ("queries", "registers"): (48, 1.2, 0.21, 1.9, 0, 16, 0, 0.33),
-    ("queries", "shared"): (34, 1.4, 0, 0, 0, 2.7, 0.37, 3.1),
-    ("queries", "tensor"): (12, 0.96, 0, 0, 0, 0, 1.9, 1.4),
+    ("forward", "fma"): (15, 2.6, 4.9, 1.6, 0, 16, 1.4, 0),
+    ("forward", "registers"): (43, 1.2, 1.2, 0.18, 3.7, 3.5, 0.14, 0),
+    ("forward", "shared"): (24, 1.4, 0.17, 0, 0, 5.5, 0, 2.4),
+    ("forward", "tensor"): (1.6, 1.5, 0.6, 0, 0, 12, 0.33, 1),
+    ("keys", "fma"): (85, 1, 2.8, 1.7, 0, 6.7, 3.7, 0.75),
+    ("keys", "registers"): (87, 0.67, 0.92, 1.4, 2.9, 22, 0, 0),
+    ("keys", "shared"): (34, 1.1, 1.1, 0, 0, 24, 0, 4.1),
+    ("keys", "tensor"): (49, 0.67, 1.9, 0, 0, 63, 0, 0.93),
+    ("queries", "fma"): (36, 0.52, 1.3, 0, 0, 0, 2.8, 0.87),
+    ("queries", "registers"): (49, 1.2, 0.48, 1.6, 0, 17, 0, 0.38),
+    ("queries", "shared"): (37, 1.3, 0, 0, 0, 4.2, 0.29, 3.3),
+    ("queries", "tensor"): (8.3, 1.1, 0.85, 0, 0, 0, 1.1, 0.69),
 }  # fmt: skip
-# Wanted registers from which a tile is said to spill: low, so that few that do are missed.
-_SPILLING_FROM: dict[Unit, float] = {"fma": 200, "registers": 240, "shared": 210, "tensor": 186}
+# Wanted registers over which a tile is said to spill: low, so that few that do are missed.
+_SPILLING_FROM: dict[tuple[Kernel, Unit], float] = {
+    ("forward", "fma"): 176, ("keys", "fma"): 165, ("queries", "fma"): 190,
+    ("forward", "registers"): 280, ("keys", "registers"): 240, ("queries", "registers"): 255,
+    ("forward", "shared"): 235, ("keys", "shared"): 198, ("queries", "shared"): 220,
+    ("forward", "tensor"): 205, ("keys", "tensor"): 210, ("queries", "tensor"): 220,
+}  # fmt: skip
 
 
 def _padded(head_dim: int) -> int:
