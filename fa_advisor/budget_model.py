@@ -5,7 +5,7 @@ operands stream past them through a pipeline of `num_stages`. The weights P (or 
 by columns, are made in registers and multiplied once more. Everything below follows from which unit
 multiplies, and where that unit wants its operands.
 
-Shared memory is derived: who holds what, at the moment when most is held. Registers and spilling are
+Shared memory is derived: who holds what, at the moment when most is held. Registers and spills are
 fitted to what Triton 3.7.1 compiled; benchmarks/budget_model.py says how far off each is.
 """
 

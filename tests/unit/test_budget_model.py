@@ -199,3 +199,24 @@ def test_the_fastest_measured_tile_is_predicted_first() -> None:
             )  # fmt: skip
             assert abs(math.log(times[measured] / measured)) < 0.2
         assert min(times, key=lambda measured: times[measured]) == min(times)
+
+
+def test_every_shipped_tile_fits() -> None:
+    """They do: tests/kernels/test_compile.py compiles them."""
+    for (group, kernel, size), row in tiles._TABLE.items():
+        for dim, tile in zip(tiles.HEAD_DIMS, row, strict=True):
+            if kernel == "bias":
+                continue
+            for capability in tiles.GROUPS[group]:
+                name = "{}.{}".format(*capability)
+                if name not in CAPABILITIES:
+                    continue
+                ours = estimate(
+                    kernel, block_m=tile.block_m, block_n=tile.block_n,
+                    num_warps=tile.num_warps, num_stages=tile.num_stages, head_dim=dim,
+                    value_head_dim=dim, element_bytes=size, precision="ieee",
+                    capability=capability, causal=True,
+                )  # type: ignore[arg-type]  # fmt: skip
+                limit = CAPABILITIES[name].smem_per_block_optin_bytes
+                assert ours.smem_bytes <= limit, (group, kernel, size, dim)
+                assert ours.tensor_columns <= TENSOR_COLUMNS, (group, kernel, size, dim)
