@@ -19,7 +19,7 @@ from typing import Any
 
 import provenance
 
-from fa_advisor.budget_model import TENSOR_COLUMNS, Estimate, estimate
+from fa_advisor.budgets.model import TENSOR_COLUMNS, Estimate, estimate
 from fa_advisor.kernels.tiles import MOST_STACK_BYTES
 from fa_advisor.probes.compiler import Outcome, Request, compile_all
 from fa_advisor.probes.gpus import CAPABILITIES

@@ -18,7 +18,7 @@ from fa_advisor.report import load
 from fa_advisor.views.text import to_text
 
 ROOT = Path(__file__).parents[1]
-PAGES = (ROOT / "README.md", ROOT / "docs" / "flash-attention.md")
+PAGES = tuple(ROOT / page for page in ("README.md", "docs/flash-attention.md", "docs/budgets.md"))
 RESULTS = ROOT / "benchmarks" / "results"
 _BLOCK = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -117,12 +117,70 @@ def attention() -> str:
     return "\n".join(rows) + "\n"
 
 
+def budgets() -> str:
+    """The textbook's formula beside the compiler."""
+    result = _read("budgets")
+    gpus = list(dict.fromkeys(row["gpu"] for row in result["rows"]))
+    rows = [
+        "| head dim | tile | warps, stages | textbook | " + " | ".join(gpus) + " |",
+        "|---|---|---|---" + "|---" * len(gpus) + "|",
+    ]
+    kinds: dict[tuple[int, ...], list[dict[str, Any]]] = {}
+    for row in result["rows"]:
+        kind = tuple(
+            row[name] for name in ("head_dim", "block_m", "block_n", "num_warps", "num_stages")
+        )
+        kinds.setdefault(kind, []).append(row)
+    for (head_dim, m, n, warps, stages), own in kinds.items():
+        taken = (
+            f"{row['smem_bytes'] / 1024:.1f}{'' if row['fits'] else ' (too much)'},"
+            f" {row['registers_per_thread']} regs"
+            + (f", {row['spill_bytes']} B spilled" if row["spill_bytes"] else "")
+            for row in own
+        )
+        rows.append(
+            f"| {head_dim} | {m} x {n} | {warps}, {stages}"
+            f" | {own[0]['smem_textbook_bytes'] / 1024:.1f} | " + " | ".join(taken) + " |"
+        )
+    where = result["provenance"]
+    rows.append(
+        f"\nKiB of shared memory a block, registers a thread; bf16, triton {where['triton']},"
+        f" {where['date']}."
+    )
+    return "\n".join(rows) + "\n"
+
+
+def budget_model() -> str:
+    """How far the model is from the compiler."""
+    result = _read("budget_model")
+    rows = [
+        "| | tiles | shared memory exact | fits though it doesn't | doesn't though it fits"
+        " | registers off by (mean, most) | spills found | of those said to spill, do |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name in ("forward", "keys", "queries", "8.0", "8.6", "8.9", "9.0", "10.0", "12.0", "all"):
+        row = result[name]
+        recall, precision = row["spill_recall"], row["spill_precision"]
+        rows.append(
+            f"| {name} | {row['configs']} | {row['smem_exact']:.0%} | {row['fits_false_yes']}"
+            f" | {row['fits_false_no']}"
+            f" | {row['registers_mean_error']:.0f}, {row['registers_max_error']}"
+            f" | {'' if recall is None else f'{recall:.0%}'}"
+            f" | {'' if precision is None else f'{precision:.0%}'} |"
+        )
+    where = result["provenance"]
+    rows.append(f"\ntriton {where['triton']}, {where['date']}, seed {result['seed']}.")
+    return "\n".join(rows) + "\n"
+
+
 _WAYS = ("forward", "backward")
 FIGURES: dict[str, Callable[[], str]] = {
     "demo": demo,
     "peaks": peaks,
     "engine": engine,
     "attention": attention,
+    "budgets": budgets,
+    "budget_model": budget_model,
 }
 
 

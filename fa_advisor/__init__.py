@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fa_advisor.budgets.api import budget
     from fa_advisor.kernels.api import flash_attention
     from fa_advisor.kernels.module import FlashAttention
     from fa_advisor.patching import patch
@@ -20,6 +21,7 @@ __all__ = [
     "FlashAttention",
     "Report",
     "__version__",
+    "budget",
     "flash_attention",
     "load",
     "patch",
@@ -30,6 +32,7 @@ __all__ = [
 _HOMES = {
     "profile": "fa_advisor.pipeline",
     "record": "fa_advisor.pipeline",
+    "budget": "fa_advisor.budgets.api",
     "patch": "fa_advisor.patching",
     "load": "fa_advisor.report",
     "Report": "fa_advisor.report",

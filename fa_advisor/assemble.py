@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from fa_advisor.advice import Facts, advise
 from fa_advisor.attribution import peak as peaks
 from fa_advisor.attribution.ledger import StepLog
-from fa_advisor.budget import MAX_HEAD_DIM, modelled_budgets
+from fa_advisor.budgets.api import OLDEST, kept_budgets
+from fa_advisor.budgets.table import MAX_HEAD_DIM, Problem
 from fa_advisor.eligibility import Eligibility
 from fa_advisor.probes.device import environment
 from fa_advisor.records import (
@@ -19,6 +20,8 @@ from fa_advisor.records import (
 )
 from fa_advisor.report import Report
 
+# Of each kernel, for each kind of site.
+TILES_SHOWN = 4
 _SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
@@ -91,10 +94,15 @@ def assemble(
 
 
 def _budgets(sites: tuple[AttentionSite, ...], device: DeviceSpec) -> tuple[TileBudget, ...]:
-    """Modelled tiles for every head dim and dtype that was seen and that a kernel can take."""
-    wanted = dict.fromkeys((s.head_dim, _SHORT[s.dtype]) for s in sites if s.dtype in _SHORT)
-    made: list[TileBudget] = []
-    for head_dim, dtype in wanted:
-        if 1 <= head_dim <= MAX_HEAD_DIM:
-            made += modelled_budgets(head_dim, dtype, device)
-    return tuple(made)
+    """The best few tiles for every kind of site that was seen and that a kernel can take."""
+    if device.capability < OLDEST:
+        return ()
+    wanted = dict.fromkeys(
+        Problem(
+            head_dim=site.head_dim, value_head_dim=site.head_dim, dtype=_SHORT[site.dtype],
+            is_causal=site.is_causal,
+        )
+        for site in sites
+        if site.dtype in _SHORT and 1 <= site.head_dim <= MAX_HEAD_DIM
+    )  # fmt: skip
+    return tuple(row for problem in wanted for row in kept_budgets(problem, device, TILES_SHOWN))

@@ -199,8 +199,11 @@ class AttentionSite:
 class TileBudget:
     """What one tile of an attention kernel costs on one GPU.
 
-    `smem_textbook_bytes` is the article's formula (Q, K, V, S and O in the input dtype);
-    `smem_bytes` what the kernel takes. Registers and spills are `None` where only compiling tells.
+    `smem_textbook_bytes` is the article's formula (Q, K, V, S and O in the input dtype),
+    `smem_modelled_bytes` our model's, `smem_bytes` the compiler's where the basis is compiled.
+    Registers and spills are `None` where only compiling tells. `in_smem` and `in_registers`: who
+    holds a block's shared memory and its registers, in bytes, as the model has it. `time_ms`: as
+    predicted for `BudgetTable.workload`. `error`: why the compiler gave no figures.
     """
 
     head_dim: int
@@ -220,6 +223,32 @@ class TileBudget:
     limiter: Literal["smem", "registers", "warps", "ctas"]
     fits: bool
     basis: Literal["compiled", "modelled"]
+    value_head_dim: int | None = None
+    is_causal: bool = False
+    smem_modelled_bytes: int | None = None
+    in_smem: dict[str, int] = field(default_factory=dict)
+    in_registers: dict[str, int] = field(default_factory=dict)
+    time_ms: float | None = None
+    warnings: tuple[str, ...] = ()
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BudgetTable:
+    """The budgets of candidate tiles on one GPU, for each kernel the one to use first.
+
+    `explanations`: why that one, by kernel. `workload`: what `time_ms` is the time of.
+    """
+
+    device: DeviceSpec
+    head_dim: int
+    value_head_dim: int
+    dtype: str
+    is_causal: bool
+    budgets: tuple[TileBudget, ...]
+    explanations: dict[str, str]
+    workload: str
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -76,11 +76,16 @@ class Config(NamedTuple):
 
 class Usage(NamedTuple):
     """What a compiled kernel takes: registers and stack (spilled registers) of a thread, and the
-    shared memory of a block, in bytes; the driver's own kilobyte a block is not in it."""
+    shared memory of a block, in bytes; the driver's own kilobyte a block is not in it.
+
+    tensor_columns: of tensor memory, which 10.x alone has, 512 of them an SM. A kernel that wants
+    more compiles to one that can't be launched.
+    """
 
     registers: int
     stack_bytes: int
     smem_bytes: int
+    tensor_columns: int
 
 
 def usage_of(config: Config) -> Usage:
@@ -168,7 +173,8 @@ def compiled_usage(
     found = re.search(r"REG:(\d+) STACK:(\d+)", text)
     if found is None:
         raise ValueError(f"cuobjdump says nothing of registers: {text[:200]}")
-    return Usage(int(found[1]), int(found[2]), int(kernel.metadata.shared))
+    columns = getattr(kernel.metadata, "tmem_size", None) or 0
+    return Usage(int(found[1]), int(found[2]), int(kernel.metadata.shared), int(columns))
 
 
 def _padded(dim: int) -> int:

@@ -80,8 +80,9 @@ def check(
     ([total, heads, dim] with cu_seqlens), and a mask of four dims, each full or 1.
     Raises ValueError or TypeError that names the argument, what was expected and what came.
     """
-    for name, flag in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
-        if type(flag) is not bool and not isinstance(flag, torch.SymBool):
+    flags: tuple[tuple[str, object], ...] = (("is_causal", is_causal), ("enable_gqa", enable_gqa))
+    for name, flag in flags:
+        if not isinstance(flag, (bool, torch.SymBool)):
             raise TypeError(f"{name}: expected a bool, got {type(flag).__name__}")
     _check_kind((
         ("query", query), ("key", key), ("value", value), ("attn_mask", attn_mask),
@@ -139,7 +140,7 @@ def check(
         is_causal, right = True, None
     if softcap != 0.0 or dropout_p != 0.0:
         _check_softcap_and_dropout(softcap, dropout_p)
-    if not isinstance(causal_alignment, str) or causal_alignment not in _ALIGNMENTS:
+    if _none_of(causal_alignment, _ALIGNMENTS):
         raise ValueError(
             f"causal_alignment: expected 'top-left' or 'bottom-right', got {causal_alignment!r}"
         )
@@ -365,6 +366,10 @@ def _check_per_head(name: str, x: Tensor, query: Tensor, shapes: list[tuple[int,
 
 def _last_contiguous(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def _none_of(x: object, known: tuple[str, ...]) -> bool:
+    return not isinstance(x, str) or x not in known
 
 
 def _is_number(x: object) -> bool:

@@ -69,7 +69,7 @@ def allow_tf32() -> bool:
     except RuntimeError:  # Once the newer one was used, torch refuses to read the older.
         precision = torch.backends.cuda.matmul.fp32_precision
         if precision == "none":
-            precision = torch.backends.fp32_precision
+            precision = getattr(torch.backends, "fp32_precision")  # noqa: B009  # Unknown to mypy.
         return bool(precision == "tf32")
 
 

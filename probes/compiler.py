@@ -18,7 +18,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -56,11 +55,12 @@ class Request:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     """What a kernel takes of a thread (registers, bytes of stack: what it spills) and of a block
-    (bytes of shared memory); or why there is nothing to tell."""
+    (bytes of shared memory, columns of tensor memory); or why there is nothing to tell."""
 
     registers: int = 0
     stack_bytes: int = 0
     smem_bytes: int = 0
+    tensor_columns: int = 0
     error: str | None = None
 
 
@@ -189,11 +189,18 @@ def _kept(requests: Iterable[Request]) -> list[Outcome | None]:
         if table is None:
             table = read[request.capability] = _table(request.capability)
         try:
-            registers, stack_bytes, smem_bytes = map(int, table[_key(request)])
+            registers, stack_bytes, smem_bytes, columns = map(int, table[_key(request)])
         except (KeyError, TypeError, ValueError):
             found.append(None)
             continue
-        found.append(Outcome(registers=registers, stack_bytes=stack_bytes, smem_bytes=smem_bytes))
+        found.append(
+            Outcome(
+                registers=registers,
+                stack_bytes=stack_bytes,
+                smem_bytes=smem_bytes,
+                tensor_columns=columns,
+            )
+        )
     return found
 
 
@@ -203,7 +210,7 @@ def _keep(results: Iterable[tuple[Request, Outcome | None]]) -> None:
     for request, outcome in results:
         if outcome is not None and outcome.error is None and request.path is None:
             fresh.setdefault(request.capability, {})[_key(request)] = [
-                outcome.registers, outcome.stack_bytes, outcome.smem_bytes
+                outcome.registers, outcome.stack_bytes, outcome.smem_bytes, outcome.tensor_columns
             ]  # fmt: skip
     for capability, table in fresh.items():
         try:
@@ -231,6 +238,8 @@ def _key(request: Request) -> str:
 
 def _file(capability: int) -> Path:
     """One for each compiler, target and state of the kernels' source."""
+    from importlib.metadata import PackageNotFoundError, version
+
     try:
         triton = version("triton")
     except PackageNotFoundError:
@@ -271,6 +280,7 @@ def main() -> None:
                 registers=usage.registers,
                 stack_bytes=usage.stack_bytes,
                 smem_bytes=usage.smem_bytes,
+                tensor_columns=usage.tensor_columns,
             )
         except Exception as error:
             outcome = Outcome(error=f"{type(error).__name__}: {error}"[:2000])

@@ -18,6 +18,7 @@ _COMMANDS = {
     "view": ("fa_advisor.cli.reports", "Open a saved report in the dashboard."),
     "export": ("fa_advisor.cli.reports", "Write a saved report as JSON, CSV, text or HTML."),
     "diff": ("fa_advisor.cli.reports", "Compare two reports, by category and by site."),
+    "budget": ("fa_advisor.cli.budget", "SRAM and register budgets of tiles, on any GPU."),
     "gpus": ("fa_advisor.cli.gpus", "List the GPUs it knows, with their limits."),
 }
 

@@ -78,7 +78,8 @@ def _unpatched(of: type[Any]) -> type[Any]:
     if "patched_kind" in vars(of):
         return of.patched_from
     body = {k: v for k, v in vars(of).items() if k not in ("__dict__", "__weakref__")}
-    made: type[Any] = type(of)(of.__name__, tuple(map(_unpatched, of.__bases__)), body)
+    metaclass: Any = type(of)
+    made: type[Any] = metaclass(of.__name__, tuple(map(_unpatched, of.__bases__)), body)
     return made
 
 

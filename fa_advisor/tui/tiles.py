@@ -65,7 +65,7 @@ class TilesPane(Pane):
         columns = (
             Column(self.sorted_title("fits", 3)),
             Column("head_dim", right=True),
-            Column("pass"),
+            Column("kernel"),
             Column("tile M,N"),
             Column(self.sorted_title("SMEM KiB", 1, descending=False), right=True),
             Column("of limit", right=True),
@@ -78,7 +78,7 @@ class TilesPane(Pane):
             Column("registers", right=True, optional=True),
             Column("spills B", right=True, optional=True),
             Column("dtype", optional=True),
-            Column("kernel", optional=True),
+            Column("pass", optional=True),
             Column("basis", optional=True),
         )
         self._table.fill(columns, [self._row(str(index), tile) for index, tile in tiles])
@@ -88,7 +88,7 @@ class TilesPane(Pane):
         cells = (
             f"{self.glyphs.yes} yes" if tile.fits else f"{self.glyphs.no} no",
             str(tile.head_dim),
-            tile.direction,
+            self.glyphs.name(tile.kernel),
             f"{tile.block_m}{self.glyphs.times}{tile.block_n}",
             _kib(tile.smem_bytes),
             format_share(tile.smem_bytes, self.report.device.smem_per_block_optin_bytes),
@@ -101,7 +101,7 @@ class TilesPane(Pane):
             number(tile.registers_per_thread),
             number(tile.spill_bytes),
             self.glyphs.name(tile.dtype),
-            self.glyphs.name(tile.kernel),
+            tile.direction,
             tile.basis,
         )
         return Row(key, cells, mark="green" if tile.fits else "red")
@@ -128,7 +128,8 @@ class TilesPane(Pane):
         runs = f"{counted(tile.ctas_per_sm, 'CTA')} an SM, limited by {tile.limiter}"
         fails = f"does not fit: too much {tile.limiter}"
         end = runs if tile.fits else fails
-        self._about.update(f"{shape}: {taken}; {end}.")
+        warnings = "".join(f" {name(warning)}." for warning in tile.warnings)
+        self._about.update(f"{shape}: {taken}; {end}.{warnings}")
 
 
 def _kib(count: int) -> str:

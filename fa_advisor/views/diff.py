@@ -11,9 +11,19 @@ from rich.text import Text
 
 from fa_advisor.records import ATTENTION_CATEGORIES, AttentionSite, ReportBody
 from fa_advisor.views.groups import Group, group_layers
-from fa_advisor.views.layout import ASCII, UNICODE, Column, Page, Row, heading, table
+from fa_advisor.views.layout import (
+    ASCII,
+    MAX_WIDTH,
+    MIN_WIDTH,
+    UNICODE,
+    Column,
+    Page,
+    Row,
+    heading,
+    print_to_text,
+    table,
+)
 from fa_advisor.views.sizes import format_bytes, format_change, format_relative
-from fa_advisor.views.text import MAX_WIDTH, MIN_WIDTH, print_to_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,6 +5,7 @@ Everything is made of `rich.text.Text`, so no name from a model is ever read as 
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -26,6 +27,8 @@ class Glyphs:
 
 UNICODE = Glyphs(dot="·", times="×", arrow="→", bar=" ▏▎▍▌▋▊▉█", levels=" ▁▂▃▄▅▆▇█")
 ASCII = Glyphs(dot="|", times="x", arrow="->", bar=" #", levels=" .:-=+*#")
+
+MIN_WIDTH, MAX_WIDTH = 40, 120
 
 HARD_SPACE = "\ue000"
 """Stands for a space at which no line breaks, until the line is set. (rich breaks at U+00A0.)"""
@@ -166,4 +169,40 @@ def sparkline(page: Page, values: Iterable[float], top: float) -> str:
         if top
         else levels[0]
         for value in values
+    )
+
+
+def print_to_text(view: object, *, width: int, color: bool = False, ascii: bool = False) -> str:
+    """What a rich console would show of `view`, with ANSI escapes if `color`."""
+    file = _Ascii() if ascii else io.StringIO()
+    console = Console(
+        file=file,
+        width=max(width, MIN_WIDTH),
+        force_terminal=color,
+        color_system="standard" if color else None,
+        no_color=not color,
+        legacy_windows=False,
+    )
+    console.print(view)
+    return "".join(f"{line.rstrip()}\n" for line in file.getvalue().splitlines())
+
+
+class _Ascii(io.StringIO):
+    """Memory that a rich console takes for a terminal without Unicode."""
+
+    encoding = "ascii"
+
+
+def print_to_html(view: object, *, width: int) -> str:
+    """What a rich console would show of `view`, as one HTML element: no scripts, no links, every
+    name escaped."""
+    console = Console(file=io.StringIO(), record=True, width=width, force_terminal=True)
+    console.print(view)
+    return console.export_html(
+        inline_styles=True,
+        code_format=(
+            '<pre style="line-height:1.25;overflow-x:auto;padding:1em;color:{foreground};'
+            "background:{background};font-family:ui-monospace,Menlo,Consolas,'DejaVu Sans Mono',"
+            'monospace"><code style="font-family:inherit">{code}</code></pre>'
+        ),
     )

@@ -11,6 +11,7 @@ from fa_advisor.records import (
     ATTENTION_CATEGORIES,
     CATEGORIES,
     AttentionSite,
+    BudgetTable,
     LedgerRow,
     ReportBody,
     TileBudget,
@@ -84,6 +85,18 @@ def _budgets(report: ReportBody) -> Table:
     return _flat(TileBudget, report.budgets)
 
 
+def budget_frame(tables: Iterable[BudgetTable]) -> pd.DataFrame:
+    """The rows of budget tables, each with its GPU."""
+    import pandas as pd
+
+    tables = list(tables)
+    names, rows = _flat(TileBudget, [row for table in tables for row in table.budgets])
+    gpus = [table.device.name for table in tables for _ in table.budgets]
+    return pd.DataFrame(
+        [(gpu, *row) for gpu, row in zip(gpus, rows, strict=True)], columns=["gpu", *names]
+    )
+
+
 def _timeline(report: ReportBody) -> Table:
     return _flat(TimelinePoint, report.memory.timeline)
 
@@ -99,11 +112,16 @@ def _flat(record: type, rows: Iterable[object]) -> Table:
 
 
 def _cell(value: Any) -> Any:
-    """A value that one cell can hold: a shape as "2x12x64", reasons as "flash: MASK DTYPE"."""
+    """A value that one cell can hold: a shape as "2x12x64", reasons as "flash: MASK DTYPE", bytes
+    by their holder as "Q: 8192"."""
     if isinstance(value, tuple):
-        return "x".join(map(str, value))
+        separator = "; " if any(isinstance(each, str) for each in value) else "x"
+        return separator.join(map(str, value))
     if isinstance(value, dict):
-        return "; ".join(f"{backend}: {' '.join(codes)}" for backend, codes in value.items())
+        return "; ".join(
+            f"{name}: {' '.join(each) if isinstance(each, tuple) else each}"
+            for name, each in value.items()
+        )
     return value
 
 

@@ -5,7 +5,6 @@ People paste it into issues: it needs no colour, fits 40 columns and up, and has
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -14,10 +13,17 @@ from rich.text import Text
 
 from fa_advisor.records import ReportBody
 from fa_advisor.views import text_attention, text_memory, text_owners
-from fa_advisor.views.layout import ASCII, UNICODE, Page, heading
+from fa_advisor.views.layout import (
+    ASCII,
+    MAX_WIDTH,
+    MIN_WIDTH,
+    UNICODE,
+    Page,
+    heading,
+    print_to_html,
+    print_to_text,
+)
 from fa_advisor.views.sizes import format_count
-
-MIN_WIDTH, MAX_WIDTH = 40, 120
 
 Section = Callable[[ReportBody, Page], Iterator[Text]]
 
@@ -46,39 +52,9 @@ def to_text(report: ReportBody, width: int = 100, color: bool = False, ascii: bo
     return print_to_text(render(report, width), width=width, color=color, ascii=ascii)
 
 
-def print_to_text(view: object, *, width: int, color: bool = False, ascii: bool = False) -> str:
-    """What a rich console would show of `view`, with ANSI escapes if `color`."""
-    file = _Ascii() if ascii else io.StringIO()
-    console = Console(
-        file=file,
-        width=max(width, MIN_WIDTH),
-        force_terminal=color,
-        color_system="standard" if color else None,
-        no_color=not color,
-        legacy_windows=False,
-    )
-    console.print(view)
-    return "".join(f"{line.rstrip()}\n" for line in file.getvalue().splitlines())
-
-
-class _Ascii(io.StringIO):
-    """Memory that a rich console takes for a terminal without Unicode."""
-
-    encoding = "ascii"
-
-
 def render_html(report: ReportBody, width: int = 100) -> str:
     """The text view as one HTML element: no scripts, no links, every name escaped."""
-    console = Console(file=io.StringIO(), record=True, width=width, force_terminal=True)
-    console.print(render(report, width))
-    return console.export_html(
-        inline_styles=True,
-        code_format=(
-            '<pre style="line-height:1.25;overflow-x:auto;padding:1em;color:{foreground};'
-            "background:{background};font-family:ui-monospace,Menlo,Consolas,'DejaVu Sans Mono',"
-            'monospace"><code style="font-family:inherit">{code}</code></pre>'
-        ),
-    )
+    return print_to_html(render(report, width), width=width)
 
 
 def sections(report: ReportBody, page: Page) -> Iterator[Text]:

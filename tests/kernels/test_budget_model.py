@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from fa_advisor.budget_model import Kernel, estimate
+from fa_advisor.budgets.model import Kernel, estimate
 from fa_advisor.probes.compiler import Request, available, compile_all
 
 pytestmark = pytest.mark.skipif(available() is not None, reason="no Triton")

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from fa_advisor.budget_model import (
+from fa_advisor.budgets.model import (
     MOST_STACK_BYTES,
     TENSOR_COLUMNS,
     Estimate,

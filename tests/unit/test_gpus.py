@@ -130,7 +130,7 @@ def test_a_capability_without_a_gpu_is_stood_in_for_by_its_elder() -> None:
 def test_the_table_loads_neither_torch_nor_triton() -> None:
     code = (
         "import sys, fa_advisor.probes.gpus, fa_advisor.probes.device, fa_advisor.probes.sdpa,"
-        " fa_advisor.budget\n"
+        " fa_advisor.budgets.api\n"
         "print(*[m for m in ('torch', 'triton', 'pynvml') if m in sys.modules])"
     )
     run = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
