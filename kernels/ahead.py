@@ -181,6 +181,13 @@ def _padded(dim: int) -> int:
     return max(16, int(triton.next_power_of_2(dim)))
 
 
+def _meant(value: Any) -> Any:
+    """A constant; "tl.float16" is Triton's dtype."""
+    if isinstance(value, str) and value.startswith("tl."):
+        return getattr(triton.language, value[3:], value)
+    return value
+
+
 def usage_of_file(
     path: str,
     function: str,
@@ -201,10 +208,16 @@ def usage_of_file(
     sys.modules[spec.name] = module
     sys.path.insert(0, str(Path(path).resolve().parent))
     spec.loader.exec_module(module)
-    kernel = getattr(module, function, None)
+    kernel: Any = getattr(module, function, None)
+    while not isinstance(kernel, triton.JITFunction) and hasattr(kernel, "fn"):
+        kernel = kernel.fn  # Under autotune and heuristics.
     if not isinstance(kernel, triton.JITFunction):
         raise ValueError(f"{path}: {function} isn't a @triton.jit function")
     names = kernel.arg_names
+    constants = {
+        **{p.name: p.default for p in kernel.params if p.has_default and p.name not in signature},
+        **{name: _meant(value) for name, value in constants.items()},
+    }
     missing = [name for name in names if name not in signature and name not in constants]
     unknown = [name for name in (*signature, *constants) if name not in names]
     if missing or unknown:

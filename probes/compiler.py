@@ -8,18 +8,22 @@ compiles one request after the other; one that dies or is too slow costs its own
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import hashlib
 import importlib.util
 import json
 import os
 import queue
+import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from fa_advisor.kernels import kept
 
@@ -85,68 +89,91 @@ def compile_all(
     done, from this thread. only_kept: compile nothing; None for what isn't on disk.
     """
     outcomes: list[Outcome | None] = _kept(requests)
-    if only_kept:
+    if only_kept or None not in outcomes:
         return outcomes
-    waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
-    missing = [i for i, outcome in enumerate(outcomes) if outcome is None]
-    for i in missing:
-        waiting.put(i)
-    done: queue.SimpleQueue[int] = queue.SimpleQueue()
-    stop = threading.Event()
+    # Equal requests, as those for two GPUs of one capability, are compiled once.
+    same: dict[str, list[int]] = {}
+    for i, outcome in enumerate(outcomes):
+        if outcome is None:
+            same.setdefault(repr(requests[i]), []).append(i)
+    waiting: queue.SimpleQueue[list[int]] = queue.SimpleQueue()
+    for alike in same.values():
+        waiting.put(alike)
+    done: queue.SimpleQueue[tuple[list[int], Outcome]] = queue.SimpleQueue()
+    finished = len(requests) - sum(map(len, same.values()))
+    count = min(workers or len(os.sched_getaffinity(0)), len(same))
+    with tempfile.TemporaryDirectory(prefix="fa-advisor-") as folder:
+        children = [_Child(timeout_s, Path(folder) / f"{n}.stderr") for n in range(count)]
 
-    def work() -> None:
-        child = _Child(timeout_s)
-        try:
-            while not stop.is_set():
+        def work(child: _Child) -> None:
+            while True:
                 try:
-                    i = waiting.get_nowait()
+                    alike = waiting.get_nowait()
                 except queue.Empty:
                     return
-                outcomes[i] = child.outcome_of(requests[i])
-                done.put(i)
-        finally:
-            child.close()
+                try:
+                    outcome = child.outcome_of(requests[alike[0]])
+                except Exception as error:  # Whatever it is, somebody waits for the outcome.
+                    child.close()
+                    outcome = Outcome(error=f"{type(error).__name__}: {error}")
+                done.put((alike, outcome))
 
-    count = min(workers or len(os.sched_getaffinity(0)), len(missing))
-    threads = [threading.Thread(target=work, daemon=True) for _ in range(count)]
-    for thread in threads:
-        thread.start()
-    try:
-        for n in range(len(missing)):
+        threads = [threading.Thread(target=work, args=(each,), daemon=True) for each in children]
+        for thread in threads:
+            thread.start()
+        try:
+            for _ in same:
+                if progress is not None:
+                    progress(finished)
+                alike, outcome = done.get()
+                finished += len(alike)
+                for i in alike:
+                    outcomes[i] = outcome
+                _keep(requests[alike[0]], outcome)
             if progress is not None:
-                progress(len(requests) - len(missing) + n)
-            done.get()
-        if progress is not None:
-            progress(len(requests))
-    finally:
-        stop.set()
-        _keep((requests[i], outcomes[i]) for i in missing)
+                progress(finished)
+        finally:
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    waiting.get_nowait()
+            for child in children:
+                child.close()
+            for thread in threads:
+                thread.join(timeout=5.0)
     return outcomes
 
 
 class _Child:
-    """A process that compiles; started anew after a request that it didn't survive."""
+    """A process that compiles; started anew after a request that it didn't survive.
 
-    def __init__(self, timeout_s: float) -> None:
+    It answers on a pipe of its own: what a user's module writes to stdout is no answer. It leads a
+    process group, so that what it started ends with it.
+    """
+
+    def __init__(self, timeout_s: float, stderr: Path) -> None:
         self._timeout_s = timeout_s
+        self._stderr = stderr
         self._process: subprocess.Popen[str] | None = None
+        self._answers: TextIO | None = None
+        self._lock = threading.Lock()
 
     def outcome_of(self, request: Request) -> Outcome:
+        question = json.dumps(asdict(request)) + "\n"
         process = self._process or self._started()
         late = threading.Event()
 
         def kill() -> None:
             late.set()
-            process.kill()
+            _kill(process)
 
         timer = threading.Timer(self._timeout_s, kill)
         timer.start()
         try:
-            assert process.stdin is not None and process.stdout is not None
-            process.stdin.write(json.dumps(asdict(request)) + "\n")
+            assert process.stdin is not None and self._answers is not None
+            process.stdin.write(question)
             process.stdin.flush()
-            line = process.stdout.readline()
-        except OSError:
+            line = self._answers.readline()
+        except (OSError, ValueError):  # ValueError: closed meanwhile.
             line = ""
         finally:
             timer.cancel()
@@ -155,26 +182,60 @@ class _Child:
         self.close()
         if late.is_set():
             return Outcome(error=f"not compiled within {self._timeout_s:g} s")
-        return Outcome(error=f"the compiler ended its process (status {process.returncode})")
+        status = process.returncode
+        ended = f"by signal {-status}" if status < 0 else f"with status {status}"
+        return Outcome(error=f"the compiler's process ended {ended}{self._last_words()}")
+
+    def _last_words(self) -> str:
+        try:
+            lines = self._stderr.read_text(errors="replace").split("\n")
+        except OSError:
+            return ""
+        last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+        return f": {last[:300]}" if last else ""
 
     def _started(self) -> subprocess.Popen[str]:
-        environment = {**os.environ, "TRITON_INTERPRET": "0"}
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "fa_advisor.probes.compiler"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            env=environment,
-        )
-        return self._process
+        # Neither the folder that we are in nor Triton's own cache has a part in it.
+        environment = {
+            "TRITON_CACHE_DIR": str(self._stderr.with_suffix(".triton")),
+            **os.environ,
+            "TRITON_INTERPRET": "0",
+            "PYTHONSAFEPATH": "1",
+        }
+        reading, writing = os.pipe()
+        with self._stderr.open("w") as stderr:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "fa_advisor.probes.compiler", str(writing)],
+                stdin=subprocess.PIPE,
+                stdout=stderr,
+                stderr=stderr,
+                text=True,
+                env=environment,
+                pass_fds=[writing],
+                start_new_session=True,
+            )
+        os.close(writing)
+        with self._lock:
+            self._process, self._answers = process, os.fdopen(reading)
+        return process
 
     def close(self) -> None:
         """End the process, if there is one."""
-        process, self._process = self._process, None
+        with self._lock:
+            process, self._process = self._process, None
+            answers, self._answers = self._answers, None
         if process is not None:
-            process.kill()
-            process.communicate()
+            _kill(process)
+            with contextlib.suppress(OSError):
+                process.communicate()
+        if answers is not None:
+            with contextlib.suppress(OSError):
+                answers.close()
+
+
+def _kill(process: subprocess.Popen[str]) -> None:
+    with contextlib.suppress(OSError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def _kept(requests: Iterable[Request]) -> list[Outcome | None]:
@@ -188,11 +249,16 @@ def _kept(requests: Iterable[Request]) -> list[Outcome | None]:
         table = read.get(request.capability)
         if table is None:
             table = read[request.capability] = _table(request.capability)
-        try:
-            registers, stack_bytes, smem_bytes, columns = map(int, table[_key(request)])
-        except (KeyError, TypeError, ValueError):
+        entry = table.get(_key(request))
+        if not (
+            isinstance(entry, list)
+            and len(entry) == 4
+            and all(type(each) is int and each >= 0 for each in entry)
+            and 0 < entry[0] <= 255
+        ):
             found.append(None)
             continue
+        registers, stack_bytes, smem_bytes, columns = entry
         found.append(
             Outcome(
                 registers=registers,
@@ -204,25 +270,20 @@ def _kept(requests: Iterable[Request]) -> list[Outcome | None]:
     return found
 
 
-def _keep(results: Iterable[tuple[Request, Outcome | None]]) -> None:
+def _keep(request: Request, outcome: Outcome) -> None:
     """Add what was compiled to what is on disk. Where that can't be written, nothing is lost."""
-    fresh: dict[int, dict[str, Any]] = {}
-    for request, outcome in results:
-        if outcome is not None and outcome.error is None and request.path is None:
-            fresh.setdefault(request.capability, {})[_key(request)] = [
-                outcome.registers, outcome.stack_bytes, outcome.smem_bytes, outcome.tensor_columns
-            ]  # fmt: skip
-    for capability, table in fresh.items():
-        try:
-            path = _file(capability)
-            kept.write(path, json.dumps({**_table(capability), **table}))
-        except (OSError, RuntimeError):
-            return
+    if outcome.error is not None or request.path is not None:
+        return
+    entry = [outcome.registers, outcome.stack_bytes, outcome.smem_bytes, outcome.tensor_columns]
+    with contextlib.suppress(OSError, RuntimeError):
+        table = {**_table(request.capability), _key(request): entry}
+        kept.write(_file(request.capability), json.dumps(table))
 
 
 def _table(capability: int) -> dict[str, Any]:
     try:
-        table = json.loads(_file(capability).read_text())
+        path = _file(capability)
+        table = json.loads(path.read_text()) if path.is_file() else {}
     except (OSError, RuntimeError, ValueError):
         return {}
     return table if isinstance(table, dict) else {}
@@ -258,9 +319,17 @@ def _source() -> str:
     return digest.hexdigest()[:12]
 
 
+def _die_with_parent() -> None:
+    """On Linux: a parent that is killed leaves no compiler behind."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
 def main() -> None:
-    """A child: the only place that imports Triton."""
-    rows, sys.stdout = sys.stdout, sys.stderr
+    """A child: the only place that imports Triton. Its word is the descriptor to answer on."""
+    answers = os.fdopen(int(sys.argv[1]), "w")
+    os.set_inheritable(answers.fileno(), False)
+    _die_with_parent()
     from fa_advisor.kernels import ahead
     from fa_advisor.kernels.tiles import Tile
 
@@ -284,7 +353,7 @@ def main() -> None:
             )
         except Exception as error:
             outcome = Outcome(error=f"{type(error).__name__}: {error}"[:2000])
-        print(json.dumps(asdict(outcome)), file=rows, flush=True)
+        print(json.dumps(asdict(outcome)), file=answers, flush=True)
 
 
 if __name__ == "__main__":

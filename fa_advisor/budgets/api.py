@@ -6,6 +6,8 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
+from functools import partial
+from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -18,6 +20,7 @@ from fa_advisor.budgets.table import (
     Problem,
     budget_of,
     budget_table,
+    endless,
 )
 from fa_advisor.errors import UsageError
 from fa_advisor.probes.compiler import TIMEOUT_S, Outcome, Request, available, compile_all
@@ -107,6 +110,8 @@ def budget(
         UsageError: names the argument, what was expected and what came.
 
     """
+    if gpu is not None and not isinstance(gpu, str):
+        raise UsageError(f"gpu: expected a name or None, got {type(gpu).__name__}")
     device, note = advise_for(gpu)
     (table,) = tables(
         [device], head_dim, value_head_dim=value_head_dim, dtype=dtype, is_causal=is_causal,
@@ -136,7 +141,14 @@ def tables(
     notes: Sequence[str] = (),
 ) -> list[BudgetTable]:
     """A table for each device, all of them compiled side by side. Arguments: as `budget`'s."""
-    _check_grid(tiles, num_warps, num_stages)
+    tiles, num_warps, num_stages = _grid(tiles, num_warps, num_stages)
+    limit: Any = timeout_s
+    if not isinstance(limit, (int, float)) or not 0 < limit < 1e6:
+        raise UsageError(f"timeout: expected seconds above 0, got {timeout_s!r}")
+    if arguments and kernel is None:
+        raise UsageError("arguments: expected none without a kernel of your own")
+    if not isinstance(is_causal, bool):
+        raise UsageError(f"is_causal: expected a bool, got {type(is_causal).__name__}")
     if direction not in ("fwd", "bwd", "both"):
         raise UsageError(f"direction: expected fwd, bwd or both, got {direction!r}")
     problem = _problem(head_dim, value_head_dim, dtype, is_causal, bool(kernel))
@@ -173,6 +185,7 @@ def tables(
             i for i, (device, candidate) in enumerate(wanted)
             if budget_of(candidate, problem, device).smem_bytes
             <= _HOPELESS * device.smem_per_block_optin_bytes
+            and not endless(candidate, problem)
         ]  # fmt: skip
         requests = [_request(*wanted[i], problem) for i in hopeful]
         outcomes = _compile(requests, progress, timeout_s)
@@ -206,8 +219,11 @@ def foreign_tables(
         for tile in grid
     ]
     outcomes = _compile(requests, progress, timeout_s)
-    if all(outcome.error for outcome in outcomes):
-        raise UsageError(f"{path.name}:{function} doesn't compile: {outcomes[0].error}")
+    reasons = {outcome.error for outcome in outcomes}
+    reason = str(reasons.pop())
+    # The kernel itself is at fault, not what a tile makes of it, nor the compiler.
+    if not reasons and ": " in reason and not reason.startswith("the compiler's process"):
+        raise UsageError(f"{path.name}:{function} doesn't compile: {reason}")
     found = []
     for i, device in enumerate(devices):
         own = outcomes[i * len(grid) : (i + 1) * len(grid)]
@@ -215,7 +231,7 @@ def foreign_tables(
             foreign_budget(function, tile, problem, device, _compiled(outcome))
             for tile, outcome in zip(grid, own, strict=True)
         ]
-        found.append(budget_table(rows, problem, device, notes))
+        found.append(budget_table(rows, problem, device, notes, padded=False))
     return found
 
 
@@ -295,9 +311,14 @@ def _foreign_request(
     for name, given in arguments.items():
         value = given
         if isinstance(given, str):
-            value = re.sub(r"\{(\w+)\}", lambda found: str(stands_for[found[1]]), given)
+            value = re.sub(r"\{(\w*)\}", partial(_stood_for, name, stands_for), given)
         if isinstance(value, str) and _TYPE.fullmatch(value):
             signature[name] = value
+        elif isinstance(value, str) and (value[:1] == "*" or value.endswith(":16") or not value):
+            raise UsageError(
+                f"argument {name}: {value!r} is no type",
+                hint="types are such as *fp16, *bf16:16, i32, i64:16, fp32",
+            )
         else:
             constants[name] = _constant(value)
     return Request(
@@ -311,6 +332,15 @@ def _foreign_request(
         signature=signature,
         constants=constants,
     )
+
+
+def _stood_for(name: str, stands_for: Mapping[str, int], found: re.Match[str]) -> str:
+    word = found[1]
+    if word not in stands_for:
+        raise UsageError(
+            f"argument {name}: {{{word}}} stands for nothing", hint="{m}, {n}, {d} and {dv} do"
+        )
+    return str(stands_for[word])
 
 
 def _constant(value: Any) -> Any:
@@ -328,6 +358,8 @@ def _constant(value: Any) -> Any:
 
 
 def _kernel(kernel: str | os.PathLike[str]) -> tuple[Path, str]:
+    if not isinstance(kernel, (str, os.PathLike)):
+        raise UsageError(f"kernel: expected FILE:FUNCTION, got {type(kernel).__name__}")
     text = os.fspath(kernel)
     file, _, function = text.rpartition(":")
     if not file or not function.isidentifier():
@@ -346,12 +378,12 @@ def _problem(
     least = 0 if foreign else 1
     value_head_dim = head_dim if value_head_dim is None else value_head_dim
     for name, dim in (("head_dim", head_dim), ("value_head_dim", value_head_dim)):
-        if not least <= dim <= MAX_HEAD_DIM:
+        if not _is_whole(dim) or not least <= dim <= MAX_HEAD_DIM:
             raise UsageError(
-                f"{name}: expected 1 to {MAX_HEAD_DIM}, got {dim}",
+                f"{name}: expected 1 to {MAX_HEAD_DIM}, got {dim!r}",
                 hint="the head dim is hidden size / number of heads",
             )
-    short = _DTYPES.get(dtype.removeprefix("torch."))
+    short = _DTYPES.get(str(dtype).removeprefix("torch."))
     if short is None or short not in ELEMENT_BYTES:
         raise UsageError(f"dtype: expected bf16, fp16 or fp32, got {dtype!r}")
     return Problem(
@@ -359,19 +391,46 @@ def _problem(
     )
 
 
-def _check_grid(
-    tiles: Tiles | None, num_warps: Iterable[int] | None, num_stages: Iterable[int] | None
-) -> None:
-    for m, n in tiles or ():
-        if m not in BLOCKS or n not in BLOCKS:
-            raise UsageError(
-                f"tiles: expected powers of two from {BLOCKS[0]} to {BLOCKS[-1]}, got {m}x{n}"
-            )
-    for name, values, known in (
+def _is_whole(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _grid(
+    tiles: Iterable[tuple[int, int]] | None,
+    num_warps: Iterable[int] | None,
+    num_stages: Iterable[int] | None,
+) -> tuple[Tiles | None, Sequence[int] | None, Sequence[int] | None]:
+    """What was given of the grid, as lists of ints that can be."""
+    found: list[list[Any] | None] = []
+    given: tuple[tuple[str, Any, Sequence[int]], ...] = (
+        ("tiles", tiles, BLOCKS),
         ("num_warps", num_warps, WARPS),
         ("num_stages", num_stages, STAGES),
-    ):
-        for value in values or ():
-            if value not in known:
-                listed = ", ".join(map(str, known))
-                raise UsageError(f"{name}: expected one of {listed}, got {value}")
+    )
+    for name, values, known in given:
+        if values is None:
+            found.append(None)
+            continue
+        what = "pairs (block_m, block_n)" if name == "tiles" else "a list of ints"
+        if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
+            raise UsageError(f"{name}: expected {what}, got {values!r}")
+        listed = list(values)
+        for value in listed:
+            each = value if name == "tiles" else (value,)
+            whole = isinstance(each, (tuple, list)) and all(map(_is_whole, each))
+            if not whole or len(each) != (2 if name == "tiles" else 1):
+                raise UsageError(f"{name}: expected {what}, got {value!r} among them")
+            if any(part not in known for part in each):
+                shown = "x".join(map(str, each))
+                if name == "tiles":
+                    raise UsageError(
+                        f"tiles: expected powers of two from {BLOCKS[0]} to {BLOCKS[-1]},"
+                        f" got {shown}"
+                    )
+                raise UsageError(
+                    f"{name}: expected one of {', '.join(map(str, known))}, got {shown}"
+                )
+        if not listed:
+            raise UsageError(f"{name}: expected {what}, got none")
+        found.append(listed)
+    return found[0], found[1], found[2]

@@ -52,13 +52,13 @@ def foreign_budget(
         smem_textbook_bytes=textbook_smem_bytes(
             tile, problem.head_dim, problem.value_head_dim, ELEMENT_BYTES[problem.dtype]
         ),
-        registers_per_thread=compiled.registers,
-        spill_bytes=compiled.stack_bytes,
+        registers_per_thread=compiled.registers if compiled.error is None else None,
+        spill_bytes=compiled.stack_bytes if compiled.error is None else None,
         ctas_per_sm=resident.ctas_per_sm if fits else 0,
         occupancy=resident.occupancy if fits else 0.0,
         limiter=resident.limiter,
         fits=fits,
-        basis="compiled",
+        basis="compiled" if compiled.error is None else "modelled",
         warnings=tuple(warnings),
         error=compiled.error,
     )

@@ -15,6 +15,8 @@ MAX_HEAD_DIM = 256
 ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 # A stack frame up to this is a few values kept in L1.
 NEGLIGIBLE_SPILL_BYTES = 96
+# Products of a thread in one of exact fp32's: above it a compile takes half a minute and more.
+_MOST_UNROLLED = 1024
 BATCH, HEADS, LENGTH = 4, 16, 4096
 WORKLOAD = f"{BATCH} x {HEADS} heads x {LENGTH:,} tokens"
 
@@ -71,15 +73,23 @@ def budget_of(
     }
     modelled = estimate(candidate.kernel, **shape)
     exact = compiled is not None and compiled.error is None
-    smem, registers, spilled = modelled.smem_bytes, modelled.registers, None
-    stack, columns = modelled.stack_bytes, modelled.tensor_columns
+    # A block's threads share the SM's registers, whatever each could have.
+    most = device.registers_per_sm // (32 * tile.num_warps) // 8 * 8
+    would_spill = modelled.spills or modelled.registers > most
+    smem, registers, spilled = modelled.smem_bytes, min(modelled.registers, most), None
+    stack = max(modelled.stack_bytes, 4 * (modelled.registers - registers))
+    columns = modelled.tensor_columns
     if compiled is not None and exact:
         smem, registers, spilled = compiled.smem_bytes, compiled.registers, compiled.stack_bytes
         stack, columns = compiled.stack_bytes, compiled.tensor_columns
     resident = occupancy(
         device, num_warps=tile.num_warps, smem_bytes=smem, registers_per_thread=registers
     )
-    fits = smem <= device.smem_per_block_optin_bytes and columns <= TENSOR_COLUMNS
+    fits = (
+        smem <= device.smem_per_block_optin_bytes
+        and columns <= TENSOR_COLUMNS
+        and resident.ctas_per_sm > 0
+    )
     time_ms = None
     if fits and resident.ctas_per_sm:
         time_ms = predicted_ms(
@@ -114,7 +124,7 @@ def budget_of(
         in_registers=dict(modelled.in_registers),
         time_ms=time_ms,
         error=compiled.error if compiled is not None else None,
-        warnings=_own_warnings(smem, columns, spilled, modelled.spills, device),
+        warnings=_own_warnings(smem, columns, spilled, would_spill, device),
     )
 
 
@@ -135,12 +145,17 @@ def _own_warnings(
 
 
 def budget_table(
-    rows: Iterable[TileBudget], problem: Problem, device: DeviceSpec, notes: Sequence[str] = ()
+    rows: Iterable[TileBudget],
+    problem: Problem,
+    device: DeviceSpec,
+    notes: Sequence[str] = (),
+    *,
+    padded: bool = True,
 ) -> BudgetTable:
     """The rows in the order of use, with what only shows between them.
 
     Order within a kernel: tiles that fit, with a result; then by predicted time; then by shared
-    memory.
+    memory. `padded`: whether the kernels pad head dims, as the bundled ones do.
     """
     by_kernel: dict[str, list[TileBudget]] = {}
     for row in rows:
@@ -159,7 +174,7 @@ def budget_table(
         budgets=tuple(row for own in by_kernel.values() for row in own),
         explanations={kernel: _explained(own, device) for kernel, own in by_kernel.items()},
         workload=WORKLOAD,
-        notes=(*_padding(problem), *notes),
+        notes=(*(_padding(problem) if padded else ()), *notes),
     )
 
 
@@ -174,6 +189,18 @@ def best_tile(budgets: Iterable[TileBudget]) -> TileConfig | None:
                 num_stages=row.num_stages,
             )
     return None
+
+
+def endless(candidate: Candidate, problem: Problem) -> bool:
+    """Whether the compiler would take minutes: exact fp32 products are unrolled, one by one."""
+    tile = candidate.tile
+    width = _padded(max(problem.head_dim, problem.value_head_dim))
+    products = tile.block_m * tile.block_n * width / (32 * tile.num_warps)
+    return problem.dtype == "fp32" and products > _MOST_UNROLLED
+
+
+def _padded(dim: int) -> int:
+    return max(16, 1 << (dim - 1).bit_length())
 
 
 def _rank(row: TileBudget) -> tuple[bool, bool, float, bool, float, int]:
@@ -197,14 +224,14 @@ def _between(
         same = (other.block_m, other.block_n, other.num_warps) == (
             row.block_m, row.block_n, row.num_warps
         )  # fmt: skip
-        if (
-            same
-            and other.num_stages == row.num_stages - 1
-            and None not in (row.time_ms, other.time_ms)
-            and row.fits
-            and row.time_ms >= other.time_ms  # type: ignore[operator]
-        ):
-            found.append(f"the {_ordinal(row.num_stages)} stage buys nothing")
+        if same and other.num_stages < row.num_stages and row.fits and _no_better(row, other):
+            more = row.num_stages - other.num_stages
+            found.append(
+                f"the {_ordinal(row.num_stages)} stage buys nothing"
+                if more == 1
+                else f"buys nothing over {other.num_stages} stage{'s' * (other.num_stages > 1)}"
+            )
+            break
     if row.kernel == "forward" and row.fits:
         for other in every.get("keys", ()):
             if (other.block_m, other.block_n) == (row.block_m, row.block_n) and other.fits:
@@ -218,6 +245,15 @@ def _between(
     return found
 
 
+def _no_better(row: TileBudget, other: TileBudget) -> bool:
+    """Whether `row`, with its further stages, is no faster; or, untimed, keeps no more on an SM."""
+    if row.error or other.error or not other.fits:
+        return False
+    if row.time_ms is not None and other.time_ms is not None:
+        return row.time_ms >= other.time_ms
+    return row.ctas_per_sm < other.ctas_per_sm
+
+
 def _ordinal(number: int) -> str:
     return {1: "first", 2: "second", 3: "third", 4: "fourth"}.get(number, f"{number}th")
 
@@ -225,10 +261,10 @@ def _ordinal(number: int) -> str:
 def _padding(problem: Problem) -> list[str]:
     found = []
     for name, dim in (("head dim", problem.head_dim), ("value head dim", problem.value_head_dim)):
-        padded = max(16, 1 << (dim - 1).bit_length())
+        padded = _padded(dim)
         if padded != dim and not (name == "value head dim" and dim == problem.head_dim):
             found.append(
-                f"{name} {dim} is padded to {padded}: {1 - dim / padded:.0%} of its products are"
+                f"{name} {dim} is padded to {padded}: {1 - dim / padded:.1%} of its products are"
                 " with zeros"
             )
     return found
@@ -238,7 +274,10 @@ def _explained(own: Sequence[TileBudget], device: DeviceSpec) -> str:
     """Two sentences on the tile that comes first."""
     winner = own[0]
     if not winner.fits:
-        least = min(own, key=lambda row: row.smem_bytes)
+        figures = [row for row in own if row.error is None]
+        if not figures:
+            return "The compiler gave figures for none of these tiles."
+        least = min(figures, key=lambda row: row.smem_bytes)
         return (
             f"No tile of these fits on {device.name}: the smallest takes {least.smem_bytes:,} bytes"
             f" of shared memory, and a block can have {device.smem_per_block_optin_bytes:,}."
@@ -253,19 +292,24 @@ def _explained(own: Sequence[TileBudget], device: DeviceSpec) -> str:
         "warps": "the SM has no more warps",
         "ctas": "the SM takes no more blocks",
     }[winner.limiter]
-    spills = ", though it spills a little." if _spills(winner) else ", without spilling."
+    spills = f", {_spilling(winner)}."
     first = f"{_named(winner)} keeps {blocks} on each SM ({limit}){spills}"
     behind = next((row for row in own[1:] if row.fits and row.error is None), None)
     if behind is None:
         return f"{first} It is the only one that fits." if len(own) > 1 else first
     if winner.time_ms is None or behind.time_ms is None:
-        return f"{first} Next comes {_named(behind)}: less work in flight on an SM, or spills."
+        beside = f"{behind.ctas_per_sm} block{'s' * (behind.ctas_per_sm != 1)} on each SM"
+        return (
+            f"{first} Next comes {_named(behind)}: {beside},"
+            f" {behind.smem_bytes / 1024:.1f} KiB of shared memory, {_spilling(behind)}."
+        )
     return f"{first} Next comes {_named(behind)}, {_by_how_much(behind.time_ms / winner.time_ms)}."
 
 
 def _named(row: TileBudget) -> str:
     stages = f"{row.num_stages} stage{'s' * (row.num_stages > 1)}"
-    return f"{row.block_m} x {row.block_n} with {row.num_warps} warps and {stages}"
+    warps = f"{row.num_warps} warp{'s' * (row.num_warps > 1)}"
+    return f"{row.block_m} x {row.block_n} with {warps} and {stages}"
 
 
 def _by_how_much(ratio: float) -> str:
@@ -274,10 +318,12 @@ def _by_how_much(ratio: float) -> str:
     return f"predicted to take {ratio - 1:.0%} longer"
 
 
-def _spills(row: TileBudget) -> bool:
-    if row.spill_bytes is not None:
-        return row.spill_bytes > 0
-    return any("spill" in warning for warning in row.warnings)
+def _spilling(row: TileBudget) -> str:
+    if row.spill_bytes:
+        return f"though {row.spill_bytes:,} bytes a thread spill"
+    if row.spill_bytes is None and any("spill" in warning for warning in row.warnings):
+        return "though it will spill, as modelled"
+    return "without spilling"
 
 
 __all__ = [

@@ -135,7 +135,7 @@ def _row(row: TileBudget, page: Page, *, timed: bool, modelled: bool, compiled: 
             *((_kib(row.smem_bytes) if exact else "",) if compiled else ()),
             _registers(row, exact),
             *(("" if row.spill_bytes is None else str(row.spill_bytes),) if compiled else ()),
-            str(row.ctas_per_sm),
+            str(row.ctas_per_sm) if exact or row.smem_modelled_bytes else "",
             f"{row.occupancy:.0%}",
             row.limiter,
             *((f"{row.time_ms:.2f}" if row.time_ms is not None else "",) if timed else ()),
@@ -146,6 +146,8 @@ def _row(row: TileBudget, page: Page, *, timed: bool, modelled: bool, compiled: 
 
 
 def _registers(row: TileBudget, exact: bool) -> str:
+    if row.registers_per_thread is None:
+        return ""
     if exact:
         return str(row.registers_per_thread or "")
     over = "+" if any("spill" in warning for warning in row.warnings) else ""

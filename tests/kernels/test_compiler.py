@@ -105,10 +105,12 @@ def test_somebodys_kernel(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("statement", "said"),
     [
-        ("os.abort()", "the compiler ended its process"),
+        ("os.abort()", "the compiler's process ended"),
         ("time.sleep(60)", "not compiled within 3 s"),
-        ("raise SystemExit", "the compiler ended its process"),
+        ("raise SystemExit", "the compiler's process ended"),
+        ("import subprocess; subprocess.run(['sleep', '60'])", "not compiled within 3 s"),
         ("print('chatter')", None),
+        ("os.system('echo chatter'); os.write(1, b'[')", None),
     ],
 )
 def test_what_ends_a_child_costs_one_request(
@@ -124,8 +126,45 @@ def test_what_ends_a_child_costs_one_request(
     assert first == second if said is None else said in (first.error or "")
 
 
+def test_what_cannot_be_asked_is_an_outcome(folder: Path) -> None:
+    (folder / "mine.py").write_text(KERNEL)
+    (outcome,) = compile_all([own(folder / "mine.py", "copy", constants={"BLOCK": object()})])
+    assert outcome is not None and "not JSON serializable" in (outcome.error or "")
+
+
+def test_equal_requests_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Request] = []
+
+    def outcome_of(self: object, request: Request) -> Outcome:
+        asked.append(request)
+        return Outcome(registers=9, smem_bytes=7)
+
+    monkeypatch.setattr(compiler._Child, "outcome_of", outcome_of)
+    told: list[int] = []
+    made = compile_all([bundled(), bundled(), bundled(kernel="keys")], progress=told.append)
+    assert made == [Outcome(registers=9, smem_bytes=7)] * 3
+    assert len(asked) == 2 and told[-1] == 3
+
+
+@pytest.mark.parametrize("entry", [[0, 0, 0, 0], [-5, 0, 0, 0], "1234", [9.5, 0, 0, 0], [9, 0, 0]])
+def test_entries_that_cannot_be_are_compiled_anew(folder: Path, entry: object) -> None:
+    compiler._keep(bundled(), Outcome(registers=9))
+    (kept,) = (folder / "cache" / "compiled").iterdir()
+    kept.write_text(json.dumps({compiler._key(bundled()): entry}))
+    assert compile_all([bundled()], only_kept=True) == [None]
+
+
+def test_a_module_of_triton_s_name_beside_us_is_not_imported(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "triton.py").write_text("raise SystemExit('the wrong one')")
+    monkeypatch.chdir(folder)
+    (outcome,) = compile_all([bundled()])
+    assert outcome is not None and outcome.error is None
+
+
 def test_the_source_decides_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiler._keep([(bundled(), Outcome(registers=1, stack_bytes=2, smem_bytes=3))])
+    compiler._keep(bundled(), Outcome(registers=1, stack_bytes=2, smem_bytes=3))
     assert compile_all([bundled()], only_kept=True) == [
         Outcome(registers=1, stack_bytes=2, smem_bytes=3)
     ]

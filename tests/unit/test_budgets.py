@@ -135,7 +135,7 @@ def test_what_only_shows_between_rows() -> None:
 
 def test_padding_is_told() -> None:
     table = budget_table([], problem(80), lookup("a100"))
-    assert table.notes == ("head dim 80 is padded to 128: 38% of its products are with zeros",)
+    assert table.notes == ("head dim 80 is padded to 128: 37.5% of its products are with zeros",)
     assert budget_table([], problem(128), lookup("a100")).notes == ()
     wide = budget_table([], problem(192, value_head_dim=128), lookup("a100"))
     assert len(wide.notes) == 1 and "192" in wide.notes[0]
@@ -203,6 +203,19 @@ def test_every_combination_of_what_is_given() -> None:
         ({"head_dim": 64, "num_warps": [3]}, "num_warps: expected one of .* got 3"),
         ({"head_dim": 64, "num_stages": [0]}, "num_stages: expected one of .* got 0"),
         ({"head_dim": 64, "direction": "up"}, "direction: expected fwd, bwd or both"),
+        ({"head_dim": "64"}, "head_dim: expected 1 to 256, got '64'"),
+        ({"head_dim": True}, "head_dim: expected 1 to 256, got True"),
+        ({"head_dim": 64, "dtype": None}, "dtype: expected bf16, fp16 or fp32, got None"),
+        ({"head_dim": 64, "gpu": 5}, "gpu: expected a name or None, got int"),
+        ({"head_dim": 64, "is_causal": "yes"}, "is_causal: expected a bool, got str"),
+        ({"head_dim": 64, "tiles": "64x64"}, "tiles: expected pairs .* got '64x64'"),
+        ({"head_dim": 64, "tiles": (64, 64)}, "tiles: expected pairs .* got 64 among them"),
+        ({"head_dim": 64, "tiles": [(64,)]}, "tiles: expected pairs"),
+        ({"head_dim": 64, "num_warps": 4}, "num_warps: expected a list of ints, got 4"),
+        ({"head_dim": 64, "num_stages": []}, "num_stages: expected a list of ints, got none"),
+        ({"head_dim": 64, "timeout_s": -1}, "timeout: expected seconds above 0, got -1"),
+        ({"head_dim": 64, "arguments": {"x": 1}}, "arguments: expected none without a kernel"),
+        ({"kernel": 5}, "kernel: expected FILE:FUNCTION, got int"),
         ({"kernel": "nope"}, "kernel: expected FILE:FUNCTION, got 'nope'"),
         ({"kernel": "nope.py:f"}, "kernel: there is no file nope.py"),
         ({"kernel": "nope.py:f", "modelled": True}, "there is no model of nope.py:f"),
@@ -214,6 +227,40 @@ def test_bad_arguments_are_named(
     monkeypatch.setattr(api, "available", lambda: None)
     with pytest.raises(UsageError, match=said):
         fa_advisor.budget(**{"gpu": "a100", **given})
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [("{foo}", "{foo} stands for nothing"), ("*fp17:16", "is no type"), ("", "is no type")],
+)
+def test_arguments_of_a_kernel_that_say_nothing(
+    value: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(api, "available", lambda: None)
+    (tmp_path / "mine.py").write_text("")
+    with pytest.raises(UsageError, match=said):
+        fa_advisor.budget(gpu="l4", kernel=f"{tmp_path}/mine.py:f", arguments={"x": value})
+
+
+def test_sixteen_warps_share_the_registers() -> None:
+    """512 threads have 128 registers each: what wants more spills, and doesn't lie idle."""
+    row = budget_of(Candidate("forward", tile(128, 128, 16, 1)), problem(), lookup("a10"))
+    assert row.registers_per_thread is not None and row.registers_per_thread <= 128
+    assert row.ctas_per_sm > 0 or not row.fits
+
+
+def test_exact_fp32_is_not_unrolled_for_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Request] = []
+
+    def compiled(requests: list[Request], **_: Any) -> list[Outcome]:
+        asked.extend(requests)
+        return [Outcome(registers=99, smem_bytes=9000) for _ in requests]
+
+    monkeypatch.setattr(api, "available", lambda: None)
+    monkeypatch.setattr(api, "compile_all", compiled)
+    table = fa_advisor.budget(256, gpu="a100", dtype="fp32")
+    assert 0 < len(asked) < len(table.budgets)
+    assert {row.basis for row in table.budgets} == {"compiled", "modelled"}
 
 
 def test_dtypes_by_either_name() -> None:
