@@ -21,8 +21,9 @@ import provenance
 
 from fa_advisor.budgets.model import TENSOR_COLUMNS, Estimate, estimate
 from fa_advisor.kernels.tiles import MOST_STACK_BYTES
-from fa_advisor.probes.compiler import Outcome, Request, compile_all
+from fa_advisor.probes.compiler import Request, compile_all
 from fa_advisor.probes.gpus import CAPABILITIES
+from fa_advisor.records import Compiled
 
 KERNELS = ("forward", "keys", "queries")
 # 8.9 compiles to 8.6's figures, all but always: fewer of it.
@@ -101,7 +102,7 @@ def modelled(request: Request) -> Estimate:
     )
 
 
-def errors(pairs: Sequence[tuple[Request, Outcome]]) -> dict[str, Any]:
+def errors(pairs: Sequence[tuple[Request, Compiled]]) -> dict[str, Any]:
     """What the model gets wrong of some configurations."""
     count: Counter[str] = Counter()
     smem_off: list[float] = []
@@ -143,7 +144,7 @@ def _ratio(part: int, whole: int) -> float | None:
     return round(part / whole, 3) if whole else None
 
 
-def compiled(requests: Sequence[Request], workers: int | None) -> Iterable[Outcome]:
+def compiled(requests: Sequence[Request], workers: int | None) -> Iterable[Compiled]:
     """In batches, so that what is done is kept when the run is broken off."""
     for start in range(0, len(requests), BATCH):
         yield from compile_all(requests[start : start + BATCH], workers=workers)
@@ -166,7 +167,7 @@ def main() -> int:
         for request, outcome in zip(requests, outcomes, strict=True)
         if outcome.error is None
     ]
-    groups: dict[str, list[tuple[Request, Outcome]]] = defaultdict(list)
+    groups: dict[str, list[tuple[Request, Compiled]]] = defaultdict(list)
     for request, outcome in pairs:
         groups[f"{request.kernel} {request.capability / 10:.1f}"].append((request, outcome))
         groups[request.kernel].append((request, outcome))

@@ -234,6 +234,19 @@ class TileBudget:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Compiled:
+    """What the compiler says that a kernel takes of a thread (registers, bytes of stack: what it
+    spills) and of a block (bytes of shared memory, columns of tensor memory); or in `error` why it
+    said nothing."""
+
+    registers: int = 0
+    stack_bytes: int = 0
+    smem_bytes: int = 0
+    tensor_columns: int = 0
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BudgetTable:
     """The budgets of candidate tiles on one GPU, for each kernel the one to use first.
 

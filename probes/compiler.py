@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from fa_advisor.kernels import kept
+from fa_advisor.records import Compiled
 
 # A kernel takes a second or two; one that takes this long would never be used.
 TIMEOUT_S = 60.0
@@ -56,18 +57,6 @@ class Request:
     constants: dict[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """What a kernel takes of a thread (registers, bytes of stack: what it spills) and of a block
-    (bytes of shared memory, columns of tensor memory); or why there is nothing to tell."""
-
-    registers: int = 0
-    stack_bytes: int = 0
-    smem_bytes: int = 0
-    tensor_columns: int = 0
-    error: str | None = None
-
-
 def available() -> str | None:
     """Why nothing can be compiled here; None if something can."""
     if importlib.util.find_spec("triton") is None:
@@ -82,13 +71,13 @@ def compile_all(
     timeout_s: float = TIMEOUT_S,
     progress: Callable[[int], None] | None = None,
     only_kept: bool = False,
-) -> list[Outcome | None]:
+) -> list[Compiled | None]:
     """The outcome of each request, in their order: read from disk, or compiled.
 
     workers: child processes, as many as there are cores by default. progress: is told how many are
     done, from this thread. only_kept: compile nothing; None for what isn't on disk.
     """
-    outcomes: list[Outcome | None] = _kept(requests)
+    outcomes: list[Compiled | None] = _kept(requests)
     if only_kept or None not in outcomes:
         return outcomes
     # Equal requests, as those for two GPUs of one capability, are compiled once.
@@ -99,7 +88,7 @@ def compile_all(
     waiting: queue.SimpleQueue[list[int]] = queue.SimpleQueue()
     for alike in same.values():
         waiting.put(alike)
-    done: queue.SimpleQueue[tuple[list[int], Outcome]] = queue.SimpleQueue()
+    done: queue.SimpleQueue[tuple[list[int], Compiled]] = queue.SimpleQueue()
     finished = len(requests) - sum(map(len, same.values()))
     count = min(workers or len(os.sched_getaffinity(0)), len(same))
     with tempfile.TemporaryDirectory(prefix="fa-advisor-") as folder:
@@ -115,7 +104,7 @@ def compile_all(
                     outcome = child.outcome_of(requests[alike[0]])
                 except Exception as error:  # Whatever it is, somebody waits for the outcome.
                     child.close()
-                    outcome = Outcome(error=f"{type(error).__name__}: {error}")
+                    outcome = Compiled(error=f"{type(error).__name__}: {error}")
                 done.put((alike, outcome))
 
         threads = [threading.Thread(target=work, args=(each,), daemon=True) for each in children]
@@ -157,7 +146,7 @@ class _Child:
         self._answers: TextIO | None = None
         self._lock = threading.Lock()
 
-    def outcome_of(self, request: Request) -> Outcome:
+    def outcome_of(self, request: Request) -> Compiled:
         question = json.dumps(asdict(request)) + "\n"
         process = self._process or self._started()
         late = threading.Event()
@@ -178,13 +167,13 @@ class _Child:
         finally:
             timer.cancel()
         if line:
-            return Outcome(**json.loads(line))
+            return Compiled(**json.loads(line))
         self.close()
         if late.is_set():
-            return Outcome(error=f"not compiled within {self._timeout_s:g} s")
+            return Compiled(error=f"not compiled within {self._timeout_s:g} s")
         status = process.returncode
         ended = f"by signal {-status}" if status < 0 else f"with status {status}"
-        return Outcome(error=f"the compiler's process ended {ended}{self._last_words()}")
+        return Compiled(error=f"the compiler's process ended {ended}{self._last_words()}")
 
     def _last_words(self) -> str:
         try:
@@ -238,10 +227,10 @@ def _kill(process: subprocess.Popen[str]) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def _kept(requests: Iterable[Request]) -> list[Outcome | None]:
+def _kept(requests: Iterable[Request]) -> list[Compiled | None]:
     """What is on disk of them. A file that can't be read is as good as none."""
     read: dict[int, dict[str, Any]] = {}
-    found: list[Outcome | None] = []
+    found: list[Compiled | None] = []
     for request in requests:
         if request.path is not None:  # Triton's own cache knows what such a kernel depends on.
             found.append(None)
@@ -260,7 +249,7 @@ def _kept(requests: Iterable[Request]) -> list[Outcome | None]:
             continue
         registers, stack_bytes, smem_bytes, columns = entry
         found.append(
-            Outcome(
+            Compiled(
                 registers=registers,
                 stack_bytes=stack_bytes,
                 smem_bytes=smem_bytes,
@@ -270,7 +259,7 @@ def _kept(requests: Iterable[Request]) -> list[Outcome | None]:
     return found
 
 
-def _keep(request: Request, outcome: Outcome) -> None:
+def _keep(request: Request, outcome: Compiled) -> None:
     """Add what was compiled to what is on disk. Where that can't be written, nothing is lost."""
     if outcome.error is not None or request.path is not None:
         return
@@ -345,14 +334,14 @@ def main() -> None:
                 usage = ahead.usage_of_file(
                     r.path, r.kernel, r.signature, r.constants, r.capability, tile
                 )
-            outcome = Outcome(
+            outcome = Compiled(
                 registers=usage.registers,
                 stack_bytes=usage.stack_bytes,
                 smem_bytes=usage.smem_bytes,
                 tensor_columns=usage.tensor_columns,
             )
         except Exception as error:
-            outcome = Outcome(error=f"{type(error).__name__}: {error}"[:2000])
+            outcome = Compiled(error=f"{type(error).__name__}: {error}"[:2000])
         print(json.dumps(asdict(outcome)), file=answers, flush=True)
 
 

@@ -16,16 +16,15 @@ from fa_advisor.budgets.grid import BLOCKS, STAGES, WARPS, Candidate, Direction,
 from fa_advisor.budgets.table import (
     ELEMENT_BYTES,
     MAX_HEAD_DIM,
-    Compiled,
     Problem,
     budget_of,
     budget_table,
     endless,
 )
 from fa_advisor.errors import UsageError
-from fa_advisor.probes.compiler import TIMEOUT_S, Outcome, Request, available, compile_all
+from fa_advisor.probes.compiler import TIMEOUT_S, Request, available, compile_all
 from fa_advisor.probes.device import advise_for
-from fa_advisor.records import BudgetTable, DeviceSpec, TileBudget, TileConfig
+from fa_advisor.records import BudgetTable, Compiled, DeviceSpec, TileBudget, TileConfig
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -189,7 +188,7 @@ def tables(
         ]  # fmt: skip
         requests = [_request(*wanted[i], problem) for i in hopeful]
         outcomes = _compile(requests, progress, timeout_s)
-        compiled = {i: _compiled(outcome) for i, outcome in zip(hopeful, outcomes, strict=True)}
+        compiled = dict(zip(hopeful, outcomes, strict=True))
     rows = [
         budget_of(candidate, problem, device, compiled.get(i))
         for i, (device, candidate) in enumerate(wanted)
@@ -228,7 +227,7 @@ def foreign_tables(
     for i, device in enumerate(devices):
         own = outcomes[i * len(grid) : (i + 1) * len(grid)]
         rows = [
-            foreign_budget(function, tile, problem, device, _compiled(outcome))
+            foreign_budget(function, tile, problem, device, outcome)
             for tile, outcome in zip(grid, own, strict=True)
         ]
         found.append(budget_table(rows, problem, device, notes, padded=False))
@@ -241,7 +240,7 @@ def kept_budgets(problem: Problem, device: DeviceSpec, most: int) -> tuple[TileB
     requests = [_request(device, candidate, problem) for candidate in grid]
     known = compile_all(requests, only_kept=True) if available() is None else [None] * len(grid)
     rows = [
-        budget_of(candidate, problem, device, None if outcome is None else _compiled(outcome))
+        budget_of(candidate, problem, device, outcome)
         for candidate, outcome in zip(grid, known, strict=True)
     ]
     table = budget_table(rows, problem, device)
@@ -255,22 +254,12 @@ def kept_budgets(problem: Problem, device: DeviceSpec, most: int) -> tuple[TileB
 
 def _compile(
     requests: Sequence[Request], progress: Progress | None, timeout_s: float
-) -> list[Outcome]:
+) -> list[Compiled]:
     def tell(done: int) -> None:
         if progress is not None:
             progress(done, len(requests))
 
     return [o for o in compile_all(requests, timeout_s=timeout_s, progress=tell) if o is not None]
-
-
-def _compiled(outcome: Outcome) -> Compiled:
-    return Compiled(
-        registers=outcome.registers,
-        stack_bytes=outcome.stack_bytes,
-        smem_bytes=outcome.smem_bytes,
-        tensor_columns=outcome.tensor_columns,
-        error=outcome.error,
-    )
 
 
 def _number(device: DeviceSpec) -> int:

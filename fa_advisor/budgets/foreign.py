@@ -6,12 +6,11 @@ from fa_advisor.budgets.model import TENSOR_COLUMNS
 from fa_advisor.budgets.occupancy import occupancy
 from fa_advisor.budgets.table import (
     ELEMENT_BYTES,
-    NEGLIGIBLE_SPILL_BYTES,
-    Compiled,
     Problem,
+    own_warnings,
     textbook_smem_bytes,
 )
-from fa_advisor.records import DeviceSpec, TileBudget, TileConfig
+from fa_advisor.records import Compiled, DeviceSpec, TileBudget, TileConfig
 
 
 def foreign_budget(
@@ -29,14 +28,6 @@ def foreign_budget(
         and compiled.smem_bytes <= device.smem_per_block_optin_bytes
         and compiled.tensor_columns <= TENSOR_COLUMNS
     )
-    warnings = []
-    if compiled.stack_bytes > NEGLIGIBLE_SPILL_BYTES:
-        warnings.append(
-            f"spills: {compiled.stack_bytes:,} bytes a thread live in memory instead of registers"
-        )
-    over = compiled.smem_bytes - device.smem_per_block_optin_bytes
-    if over > 0:
-        warnings.append(f"needs {over:,} bytes of shared memory more than a block can have")
     return TileBudget(
         head_dim=problem.head_dim,
         value_head_dim=problem.value_head_dim,
@@ -59,6 +50,8 @@ def foreign_budget(
         limiter=resident.limiter,
         fits=fits,
         basis="compiled" if compiled.error is None else "modelled",
-        warnings=tuple(warnings),
+        warnings=own_warnings(
+            compiled.smem_bytes, compiled.tensor_columns, compiled.stack_bytes, False, device
+        ),
         error=compiled.error,
     )

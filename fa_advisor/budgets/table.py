@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fa_advisor.budgets.grid import Candidate, Kernel
+from fa_advisor.budgets.grid import Candidate
 from fa_advisor.budgets.model import TENSOR_COLUMNS, estimate, predicted_ms
 from fa_advisor.budgets.occupancy import occupancy
-from fa_advisor.records import BudgetTable, DeviceSpec, TileBudget, TileConfig
+from fa_advisor.records import BudgetTable, Compiled, DeviceSpec, TileBudget, TileConfig
 
 MAX_HEAD_DIM = 256
 ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -29,17 +29,6 @@ class Problem:
     value_head_dim: int
     dtype: str
     is_causal: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Compiled:
-    """What the compiler said of a tile; or in `error` why it said nothing."""
-
-    registers: int = 0
-    stack_bytes: int = 0
-    smem_bytes: int = 0
-    tensor_columns: int = 0
-    error: str | None = None
 
 
 def textbook_smem_bytes(
@@ -124,13 +113,14 @@ def budget_of(
         in_registers=dict(modelled.in_registers),
         time_ms=time_ms,
         error=compiled.error if compiled is not None else None,
-        warnings=_own_warnings(smem, columns, spilled, would_spill, device),
+        warnings=own_warnings(smem, columns, spilled, would_spill, device),
     )
 
 
-def _own_warnings(
+def own_warnings(
     smem: int, columns: int, spilled: int | None, would_spill: bool, device: DeviceSpec
 ) -> tuple[str, ...]:
+    """What is to be said of a tile by itself."""
     found = []
     over = smem - device.smem_per_block_optin_bytes
     if over > 0:
@@ -324,15 +314,3 @@ def _spilling(row: TileBudget) -> str:
     if row.spill_bytes is None and any("spill" in warning for warning in row.warnings):
         return "though it will spill, as modelled"
     return "without spilling"
-
-
-__all__ = [
-    "Candidate",
-    "Compiled",
-    "Kernel",
-    "Problem",
-    "best_tile",
-    "budget_of",
-    "budget_table",
-    "textbook_smem_bytes",
-]

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from fa_advisor.probes import compiler
-from fa_advisor.probes.compiler import Outcome, Request, compile_all
+from fa_advisor.probes.compiler import Request, compile_all
+from fa_advisor.records import Compiled
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="no Triton")
 
@@ -135,20 +136,20 @@ def test_what_cannot_be_asked_is_an_outcome(folder: Path) -> None:
 def test_equal_requests_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Request] = []
 
-    def outcome_of(self: object, request: Request) -> Outcome:
+    def outcome_of(self: object, request: Request) -> Compiled:
         asked.append(request)
-        return Outcome(registers=9, smem_bytes=7)
+        return Compiled(registers=9, smem_bytes=7)
 
     monkeypatch.setattr(compiler._Child, "outcome_of", outcome_of)
     told: list[int] = []
     made = compile_all([bundled(), bundled(), bundled(kernel="keys")], progress=told.append)
-    assert made == [Outcome(registers=9, smem_bytes=7)] * 3
+    assert made == [Compiled(registers=9, smem_bytes=7)] * 3
     assert len(asked) == 2 and told[-1] == 3
 
 
 @pytest.mark.parametrize("entry", [[0, 0, 0, 0], [-5, 0, 0, 0], "1234", [9.5, 0, 0, 0], [9, 0, 0]])
 def test_entries_that_cannot_be_are_compiled_anew(folder: Path, entry: object) -> None:
-    compiler._keep(bundled(), Outcome(registers=9))
+    compiler._keep(bundled(), Compiled(registers=9))
     (kept,) = (folder / "cache" / "compiled").iterdir()
     kept.write_text(json.dumps({compiler._key(bundled()): entry}))
     assert compile_all([bundled()], only_kept=True) == [None]
@@ -164,9 +165,9 @@ def test_a_module_of_triton_s_name_beside_us_is_not_imported(
 
 
 def test_the_source_decides_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiler._keep(bundled(), Outcome(registers=1, stack_bytes=2, smem_bytes=3))
+    compiler._keep(bundled(), Compiled(registers=1, stack_bytes=2, smem_bytes=3))
     assert compile_all([bundled()], only_kept=True) == [
-        Outcome(registers=1, stack_bytes=2, smem_bytes=3)
+        Compiled(registers=1, stack_bytes=2, smem_bytes=3)
     ]
     monkeypatch.setattr(compiler, "_source", lambda: "another")
     assert compile_all([bundled()], only_kept=True) == [None]

@@ -15,7 +15,6 @@ from fa_advisor.budgets import api
 from fa_advisor.budgets.grid import KERNELS, Candidate, Direction, candidates
 from fa_advisor.budgets.occupancy import Occupancy, occupancy
 from fa_advisor.budgets.table import (
-    Compiled,
     Problem,
     best_tile,
     budget_of,
@@ -23,9 +22,9 @@ from fa_advisor.budgets.table import (
     textbook_smem_bytes,
 )
 from fa_advisor.errors import UsageError
-from fa_advisor.probes.compiler import Outcome, Request
+from fa_advisor.probes.compiler import Request
 from fa_advisor.probes.gpus import KNOWN_GPUS, lookup
-from fa_advisor.records import DeviceSpec, TileConfig
+from fa_advisor.records import Compiled, DeviceSpec, TileConfig
 from fa_advisor.views.tables import budget_frame
 from fa_advisor.views.text_budget import to_text
 
@@ -252,9 +251,9 @@ def test_sixteen_warps_share_the_registers() -> None:
 def test_exact_fp32_is_not_unrolled_for_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Request] = []
 
-    def compiled(requests: list[Request], **_: Any) -> list[Outcome]:
+    def compiled(requests: list[Request], **_: Any) -> list[Compiled]:
         asked.extend(requests)
-        return [Outcome(registers=99, smem_bytes=9000) for _ in requests]
+        return [Compiled(registers=99, smem_bytes=9000) for _ in requests]
 
     monkeypatch.setattr(api, "available", lambda: None)
     monkeypatch.setattr(api, "compile_all", compiled)
@@ -269,10 +268,10 @@ def test_dtypes_by_either_name() -> None:
     assert named[0] == named[1] == named[2]
 
 
-def _outcomes(requests: list[Request], **_: Any) -> list[Outcome]:
+def _outcomes(requests: list[Request], **_: Any) -> list[Compiled]:
     return [
-        Outcome(error="not compiled within 1 s") if r.block_m == 128
-        else Outcome(registers=100, smem_bytes=40_000)
+        Compiled(error="not compiled within 1 s") if r.block_m == 128
+        else Compiled(registers=100, smem_bytes=40_000)
         for r in requests
     ]  # fmt: skip
 
@@ -320,9 +319,9 @@ def test_frame_has_a_row_a_tile() -> None:
 def test_the_kernel_is_named_by_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Request] = []
 
-    def compiled(requests: list[Request], **_: Any) -> list[Outcome]:
+    def compiled(requests: list[Request], **_: Any) -> list[Compiled]:
         seen.extend(requests)
-        return [Outcome(registers=50, smem_bytes=1000 * r.num_stages) for r in requests]
+        return [Compiled(registers=50, smem_bytes=1000 * r.num_stages) for r in requests]
 
     monkeypatch.setattr(api, "available", lambda: None)
     monkeypatch.setattr(api, "compile_all", compiled)
