@@ -8,7 +8,9 @@ the pages to them.
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +20,10 @@ from fa_advisor.report import load
 from fa_advisor.views.text import to_text
 
 ROOT = Path(__file__).parents[1]
-PAGES = tuple(ROOT / page for page in ("README.md", "docs/flash-attention.md", "docs/budgets.md"))
+PAGES = tuple(
+    ROOT / page
+    for page in ("README.md", "docs/flash-attention.md", "docs/patching.md", "docs/budgets.md")
+)
 RESULTS = ROOT / "benchmarks" / "results"
 _BLOCK = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -179,6 +184,79 @@ def budget_model() -> str:
     return "\n".join(rows) + "\n"
 
 
+def patched() -> str:
+    """Models before and after `fa_advisor.patch`."""
+    result = _read("patched")
+    rows = [
+        "| model | attention | sites patched | training step: peak, GiB | ms | inference: peak, GiB"
+        " | ms |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in result["rows"]:
+        cells = []
+        for mode in ("train", "infer"):
+            before, after = row["before"][mode], row["after"][mode]
+            cells += [
+                f"{before['peak_bytes'] / 2**30:.2f} -> {after['peak_bytes'] / 2**30:.2f}",
+                f"{before['ms']:.1f} -> {after['ms']:.1f}",
+            ]
+        sites = f"{row['sites']['patched']} of {row['sites']['all']}"
+        rows.append(f"| {row['model']} | {row['attention']} | {sites} | {' | '.join(cells)} |")
+    within = sum(row["within"] for row in result["rows"])
+    worst = max(row["worst"]["of_allowed"] for row in result["rows"])
+    restored = sum(row["loss_restored_to_the_bit"] for row in result["rows"])
+    where = result["provenance"]
+    rows.append(
+        f"\nLoss and every module's gradients within the criterion in {within} of"
+        f" {len(result['rows'])} (the worst takes {worst:.0%} of what is allowed); after"
+        f" `unpatch()` the loss is the same to the bit in {restored}. {where['gpu']},"
+        f" torch {where['torch']}, triton {where['triton']}, transformers {result['transformers']},"
+        f" bf16, {where['date']}, commit {where['commit']}."
+    )
+    return "\n".join(rows) + "\n"
+
+
+def tiles() -> str:
+    """How far the budget's first tile is from the fastest, by kernel and head dim."""
+    result = _read("tiles")
+    behind: dict[tuple[str, int], list[float]] = {}
+    rows = result["rows"]
+    key = ("kernel", "head_dim", "length", "causal")
+    for kind, run in itertools.groupby(rows, key=lambda row: [row[name] for name in key]):
+        own = list(run)
+        first = next(row for row in own if row["fits"])
+        best = min(row["ms"] for row in own if row["launches"])
+        behind.setdefault((kind[0], kind[1]), []).append(first["ms"] / best)
+    dims = sorted({dim for _, dim in behind})
+    lines = [
+        "| first tile's time over the fastest's, mean (worst) | "
+        + " | ".join(f"D {dim}" for dim in dims)
+        + " | all |",
+        "|---|" + "---|" * (len(dims) + 1),
+    ]
+    for kernel, names in (("forward", "forward"), ("keys", "dK, dV"), ("queries", "dQ")):
+        kinds = [behind[kernel, dim] for dim in dims]
+        every = [ratio for kind in kinds for ratio in kind]
+        cells = [f"{_mean(each):.3f} ({max(each):.2f})" for each in (*kinds, every)]
+        lines.append(f"| {names} | {' | '.join(cells)} |")
+    found, where = result["summary"], result["provenance"]
+    shapes = len({(row["head_dim"], row["length"], row["causal"]) for row in rows})
+    smem = sum(row["smem"] == row["loaded"][0] for row in rows if row["launches"])
+    lines.append(
+        f"\n{shapes} shapes. Of {found['of_compiled']:,} loaded kernels {smem:,} have the shared"
+        f" memory of the one compiled ahead, {found['equal']:,} its registers and stack too;"
+        f" {found['ctas_equal']:,} have the driver's count of blocks an SM. Said to fit, but didn't"
+        f" launch: {found['said_to_fit_but_failed']}; said not to, but did:"
+        f" {found['said_not_to_fit_but_ran']} (of {found['tiles']:,}). {where['gpu']}, triton"
+        f" {where['triton']}, bf16, {where['date']}, commit {where['commit']}."
+    )
+    return "\n".join(lines) + "\n"
+
+
+def _mean(ratios: list[float]) -> float:
+    return math.exp(sum(map(math.log, ratios)) / len(ratios))
+
+
 _WAYS = ("forward", "backward")
 FIGURES: dict[str, Callable[[], str]] = {
     "demo": demo,
@@ -187,6 +265,8 @@ FIGURES: dict[str, Callable[[], str]] = {
     "attention": attention,
     "budgets": budgets,
     "budget_model": budget_model,
+    "patched": patched,
+    "tiles": tiles,
 }
 
 
