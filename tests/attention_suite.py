@@ -188,7 +188,8 @@ class TorchsOwnCases:
         with pytest.raises(ValueError, match="attn_mask: expected None with is_causal=True"):
             flash_attention(x, x, x, mask, is_causal=True)
         out = flash_attention(x, x, x, mask, window=(-1, 0))
-        assert torch.equal(out, flash_attention(x, x, x, is_causal=True))
+        # Another kernel, compiled with a mask: what is rounded when may differ in float32.
+        torch.testing.assert_close(out, flash_attention(x, x, x, is_causal=True))
 
     def test_uniform_attention_over_a_long_sequence(self, device: str, dtype: torch.dtype) -> None:
         """Sums in the inputs' dtype would lose the last keys."""
