@@ -122,7 +122,7 @@ class Launch:
                     best = ready
                 if ready.stack_bytes <= most:
                     return ready
-                following = lighter(current) if attempts < _MOST_ATTEMPTS else None
+                following = lighter(current, self._name) if attempts < _MOST_ATTEMPTS else None
             if following is None:
                 assert best is not None
                 return best

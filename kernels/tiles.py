@@ -69,10 +69,10 @@ _TABLE: dict[tuple[str, str, int], tuple[Tile, ...]] = {
         Tile(128, 64, 8, 2)),
     ("sm90", "keys", 2): (
         Tile(64, 64, 4, 2), Tile(64, 64, 4, 2), Tile(32, 128, 4, 2), Tile(64, 64, 4, 2),
-        Tile(64, 32, 8, 2)),
+        Tile(64, 64, 8, 2)),
     ("sm90", "queries", 2): (
-        Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 64, 4, 2),
-        Tile(64, 32, 4, 2)),
+        Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(128, 64, 8, 3), Tile(128, 64, 8, 3),
+        Tile(64, 64, 4, 2)),
     ("sm100", "forward", 2): (
         Tile(128, 64, 4, 3), Tile(128, 64, 4, 3), Tile(128, 128, 8, 2), Tile(128, 128, 8, 2),
         Tile(128, 32, 8, 2)),
@@ -90,6 +90,9 @@ _TABLE: dict[tuple[str, str, int], tuple[Tile, ...]] = {
 _CAUSAL: dict[tuple[str, str, int, int], Tile] = {
     ("sm90", "forward", 2, 128): Tile(64, 64, 4, 3),
     ("sm90", "keys", 2, 128): Tile(64, 64, 4, 1),
+    ("sm90", "keys", 2, 256): Tile(32, 32, 4, 2),
+    ("sm90", "queries", 2, 64): Tile(64, 64, 4, 3),
+    ("sm90", "queries", 2, 256): Tile(64, 32, 4, 2),
 }
 # Groups without an entry of their own take another's.
 _SAME_AS = {"sm86": "sm80", "sm90": "sm80", "sm100": "sm90"}
@@ -127,10 +130,15 @@ def smaller(tile: Tile) -> Tile | None:
     return None
 
 
-def lighter(tile: Tile) -> Tile | None:
+def lighter(tile: Tile, kernel: str) -> Tile | None:
     """The next tile to try where one spills registers; None after the lightest."""
     if tile.max_registers is not None:
         return tile._replace(max_registers=None)
+    # Half the queries would cost dQ Hopper's products, which are of 64 rows, and wouldn't keep dK
+    # and dV of a wide head, on eight warps, from spilling with a mask.
+    halve_keys = kernel == "queries" or (kernel == "keys" and tile.num_warps == 8)
+    if halve_keys and tile.block_m == 64 and tile.block_n > 32:
+        return tile._replace(block_n=tile.block_n // 2)
     if tile.block_m > 16:
         return tile._replace(block_m=tile.block_m // 2)
     if tile.block_n > 16:

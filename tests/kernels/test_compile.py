@@ -114,7 +114,7 @@ def _settled(configs: list[Config]) -> list[Row]:
             best = settled.setdefault(call, row)
             if row["stack_bytes"] < best["stack_bytes"]:
                 settled[call] = row
-            following = lighter(Tile(*row["tile"]))
+            following = lighter(Tile(*row["tile"]), row["kernel"])
             if row["stack_bytes"] > MOST_STACK_BYTES and following is not None:
                 again.append((*target, following, *call[2:]))
         configs = again
@@ -143,6 +143,15 @@ def _print(rows: list[Row]) -> None:
     for row in spilled:
         print("  ", *(row[name] for name in ("kernel", "dim", "dtype", "call", "tile")),
               f"{row['registers']} registers, {row['stack_bytes']} bytes of stack")  # fmt: skip
+
+
+def test_a_lighter_tile_keeps_what_made_it_fast() -> None:
+    assert lighter(Tile(64, 64, 4, 2), "queries") == Tile(
+        64, 32, 4, 2
+    )  # Hopper multiplies 64 rows.
+    assert lighter(Tile(64, 64, 8, 2), "keys") == Tile(64, 32, 8, 2)
+    assert lighter(Tile(64, 64, 4, 2), "keys") == Tile(32, 64, 4, 2)
+    assert lighter(Tile(64, 64, 4, 2, 168), "queries") == Tile(64, 64, 4, 2)
 
 
 def test_the_commonest_tiles_fit_and_do_not_spill() -> None:
