@@ -6,6 +6,7 @@ strides, options - and kept.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -15,175 +16,51 @@ from torch import Tensor
 from fa_advisor.kernels.arguments import unsupported_gpu
 from fa_advisor.kernels.backward import bias_kernel, delta_kernel, keys_kernel, queries_kernel
 from fa_advisor.kernels.forward import forward_kernel
+from fa_advisor.kernels.hopper import plan as hopper
+from fa_advisor.kernels.kinds import (
+    ADDITIVE,
+    BOOLEAN,
+    Inputs,
+    Kind,
+    Options,
+    addressable,
+    allow_tf32,
+    by_descriptor,
+    descriptor_layout,
+    kind_of,
+    like,
+    padded,
+    strides2,
+    strides3,
+)
 from fa_advisor.kernels.launcher import INTERPRET, Descriptors, Geometry, Launch
 from fa_advisor.kernels.spans import spans_kernel
 from fa_advisor.kernels.tiles import INTERPRETED, Tile, group_of, tile
 from fa_advisor.kernels.tuning import TuningKey, identity
 
-# Tensor maps and their asynchronous copies came with Hopper.
-TMA_CAPABILITY = (9, 0)
 # Up to this many tokens, encoding tensor maps costs the host more than they save the GPU.
 SHORT = 512
 _PLANS_KEPT = 4096
-# Dropout's probability is kept in steps of 1/65,536 (torch's flash kernel: 1/256).
-_DROPOUT_STEPS = 2**16
-_NONE, _BOOLEAN, _ADDITIVE = 0, 1, 2
 
 
-class Options(NamedTuple):
-    """A call's options as the ops carry them; None: no limit."""
-
-    scale: float
-    is_causal: bool
-    bottom_right: bool
-    window_left: int | None
-    window_right: int | None
-    softcap: float
-    dropout_p: float
-    max_seqlen_q: int
-    max_seqlen_k: int
-
-
-class Inputs(NamedTuple):
-    """The tensors of a call. `seeds`: int64 [1], the key of dropout's random numbers."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    bias: Tensor | None
-    sinks: Tensor | None
-    alibi_slopes: Tensor | None
-    cu_seqlens_q: Tensor | None
-    cu_seqlens_k: Tensor | None
-    seeds: Tensor | None
-
-
-def _padded(dim: int) -> int:
-    return max(16, int(triton.next_power_of_2(dim)))
-
-
-def allow_tf32() -> bool:
-    """torch's own flag for float32 products, by whichever of its two interfaces it was set."""
-    try:
-        return bool(torch.backends.cuda.matmul.allow_tf32)
-    except RuntimeError:  # Once the newer one was used, torch refuses to read the older.
-        precision = torch.backends.cuda.matmul.fp32_precision
-        if precision == "none":
-            precision = getattr(torch.backends, "fp32_precision")  # noqa: B009  # Unknown to mypy.
-        return bool(precision == "tf32")
-
-
-class _Kind(NamedTuple):
-    """What all kernels of a call need to know of it."""
-
-    batch: int
-    heads: int
-    group: int
-    dim: int
-    dim_v: int
-    varlen: bool
-    fold: bool
-    softcap: bool
-    alibi: bool
-    bias: int
-    bias_shape: tuple[int, ...]
-    bias_strides: tuple[int, ...]
-    slope_stride: int
-    has_left: bool
-    has_right: bool
-    left: int
-    right: int
-    dropout: bool
-    threshold: int
-    keep_scale: float
-    precision: str
-    options: Options
-
-
-def _kind(x: Inputs, o: Options) -> _Kind:
-    varlen = x.cu_seqlens_q is not None
-    heads, dim = x.query.shape[1], x.query.shape[-1]
-    bias = _NONE
-    shape: tuple[int, ...] = (1, 1, 1, 1)
-    strides: tuple[int, ...] = (0, 0, 0, 0)
-    if x.bias is not None:
-        bias = _BOOLEAN if x.bias.dtype is torch.bool else _ADDITIVE
-        shape = tuple(x.bias.shape)
-        strides = tuple(0 if n == 1 else s for n, s in zip(shape, x.bias.stride(), strict=True))
-    right = 0 if o.is_causal else o.window_right
-    tf32 = x.query.dtype is torch.float32 and allow_tf32()
-    slopes = x.alibi_slopes
-    threshold = min(round(o.dropout_p * _DROPOUT_STEPS), _DROPOUT_STEPS - 1)
-    return _Kind(
-        batch=x.cu_seqlens_q.shape[0] - 1 if x.cu_seqlens_q is not None else x.query.shape[0],
-        heads=heads,
-        group=heads // x.key.shape[1],
-        dim=dim,
-        dim_v=x.value.shape[-1],
-        varlen=varlen,
-        fold=not o.softcap and slopes is None and bias != _ADDITIVE and o.scale > 0,
-        softcap=o.softcap != 0.0,
-        alibi=slopes is not None,
-        bias=bias,
-        bias_shape=shape,
-        bias_strides=strides,
-        slope_stride=slopes.stride(0) if slopes is not None and slopes.ndim == 2 else 0,
-        has_left=o.window_left is not None,
-        has_right=right is not None,
-        # A side wider than the keys says nothing; kept small, so that 32 bits hold the sums.
-        left=min(o.window_left, 2**30) if o.window_left is not None else 0,
-        right=min(right, 2**30) if right is not None else 0,
-        dropout=o.dropout_p > 0.0,
-        threshold=threshold,
-        # By the share that is really kept: near 1 the step is large beside what is left.
-        keep_scale=_DROPOUT_STEPS / (_DROPOUT_STEPS - threshold),
-        precision="tf32" if tf32 else "ieee",
-        options=o,
-    )
-
-
-def strides3(t: Tensor, varlen: bool) -> tuple[int, int, int]:
-    """Strides of batch, head and token, for [B, H, L, D] or packed [total, H, D]."""
-    s = t.stride()
-    return (0, s[1], s[0]) if varlen else (s[0], s[1], s[2])
-
-
-def strides2(t: Tensor, varlen: bool) -> tuple[int, int]:
-    """Strides of batch and head of [B, H, L] or [H, total], fp32 and contiguous in tokens."""
-    s = t.stride()
-    return (0, s[0]) if varlen else (s[0], s[1])
-
-
-def addressable(t: Tensor) -> Tensor:
-    """`t`, or a copy where the kernels can't read it in place.
-
-    They need the features contiguous, and 32 bits for the offsets within a tile.
-    """
-    if t.shape[-1] != 1 and t.stride(-1) != 1:
-        return t.contiguous()
-    if max(t.stride(), default=0) < 2**22 or t.stride(-2 if t.ndim == 4 else 0) < 2**22:
-        return t
-    return t.contiguous()
-
-
-def _tile(kernel: str, kind: _Kind, query: Tensor) -> Tile:
+def _tile(kernel: str, kind: Kind, query: Tensor) -> Tile:
     if INTERPRET:
         return INTERPRETED
-    dim = max(_padded(kind.dim), _padded(kind.dim_v))
+    dim = max(padded(kind.dim), padded(kind.dim_v))
     group = group_of(torch.cuda.get_device_capability(query.device))
     causal = kind.has_right and not (kind.bias or kind.dropout)
     return tile(group, kernel, dim, query.element_size(), causal)
 
 
 def _launch(
-    name: str, kernel: Any, geometry: Geometry, kind: _Kind, query: Tensor,
+    name: str, kernel: Any, geometry: Geometry, kind: Kind, query: Tensor,
     descriptors: Descriptors | None = None,
 ) -> Launch:  # fmt: skip
     device, element_bytes = query.device, query.element_size()
 
     def key() -> TuningKey:
         return TuningKey(
-            *identity(kernel, device), _padded(kind.dim), _padded(kind.dim_v), element_bytes,
+            *identity(kernel, device), padded(kind.dim), padded(kind.dim_v), element_bytes,
             kind.precision, kind.has_right, kind.has_left, kind.bias, kind.softcap, kind.dropout,
             kind.varlen, descriptors is not None,
         )  # fmt: skip
@@ -191,47 +68,12 @@ def _launch(
     return Launch(name, kernel, geometry, _tile(name, kind, query), descriptors, key)
 
 
-def _by_descriptor(kind: _Kind, *tensors: Tensor) -> bool:
-    """Whether tensor descriptors can name all of them: 16-byte strides and bases, nothing empty.
-
-    IEEE's fp32 products have no use for operands in shared memory as descriptors lay them: they
-    would spill thousands of bytes on the way to registers.
-    """
-    if kind.precision == "ieee" and tensors[0].dtype is torch.float32:
-        return False
-    if INTERPRET or torch.cuda.get_device_capability(tensors[0].device) < TMA_CAPABILITY:
-        return False
-    for t in tensors:
-        size = t.element_size()
-        if t.numel() == 0 or t.data_ptr() % 16 or t.shape[-1] * size < 16:
-            return False
-        for n, s in zip(t.shape[:-1], t.stride()[:-1], strict=True):
-            if n > 1 and (s == 0 or s * size % 16):
-                return False
-    return True
-
-
-def _layout(t: Tensor, varlen: bool) -> tuple[list[int], list[int]]:
-    """Shape and strides of a descriptor over [B, heads, tokens, features]."""
-    if varlen:
-        total, heads, dim = t.shape
-        shape, strides = [1, heads, total, dim], [0, t.stride(1), t.stride(0)]
-    else:
-        shape, strides = list(t.shape), list(t.stride()[:3])
-    # A dim of one never moves the address, but its stride must pass for one.
-    aligned = 16 // t.element_size()
-    return shape, [
-        max(aligned, triton.cdiv(s, aligned) * aligned) if n == 1 else s
-        for n, s in zip(shape[:3], strides, strict=True)
-    ] + [1]
-
-
 def _even(o: Options, t: Tile, varlen: bool) -> bool:
     """Whether the keys fill their tiles, so that none of them needs a mask for the end."""
     return not varlen and o.max_seqlen_k % t.block_n == 0
 
 
-def _bias_flags(kind: _Kind) -> tuple[bool, bool]:
+def _bias_flags(kind: Kind) -> tuple[bool, bool]:
     return kind.bias_strides[2] != 0, kind.bias_strides[3] != 0
 
 
@@ -271,19 +113,6 @@ def _keep(key: Any, plan: Any) -> Any:
     return plan
 
 
-def like(t: Tensor, last: int | None = None) -> Tensor:
-    """An uninitialised tensor in `t`'s layout, dense, with `last` as its last dim.
-
-    Heads outside of tokens or tokens outside of heads, as `t` has them: what follows in a model
-    is written for the layout that it made.
-    """
-    shape = (*t.shape[:-1], t.shape[-1] if last is None else last)
-    if t.ndim == 4 and t.stride(1) < t.stride(2):
-        b, h, n, d = shape
-        return t.new_empty((b, n, h, d)).transpose(1, 2)
-    return t.new_empty(shape)
-
-
 class _Spans(NamedTuple):
     """How `spans_kernel` is called for a boolean mask, and how what it leaves lies in memory."""
 
@@ -302,9 +131,9 @@ class _Spans(NamedTuple):
 _NO_SPANS = (0, 0, 0)
 
 
-def _plan_spans(kind: _Kind, axis: int, length: int) -> _Spans | None:
+def _plan_spans(kind: Kind, axis: int, length: int) -> _Spans | None:
     """For the mask's rows (axis 2) or columns (axis 3), each of `length` entries."""
-    if kind.bias != _BOOLEAN:
+    if kind.bias != BOOLEAN:
         return None
     along = kind.bias_strides
     batches, heads, owned = (
@@ -340,7 +169,7 @@ class Forward(NamedTuple):
     statistics that backward needs: fp32 [2, *lse's shape] with an additive bias, else None.
     """
 
-    launch: Launch | None
+    launch: Callable[..., None] | None
     spans: _Spans | None
     out: tuple[Any, Any]
     lse: tuple[Any, Any]
@@ -418,16 +247,16 @@ def _plan_forward(x: Inputs, o: Options) -> Forward:
     out = like(x.query, v.shape[-1])
     lse_shape = (q.shape[1], q.shape[0]) if x.cu_seqlens_q is not None else tuple(q.shape[:3])
     lse = q.new_empty(lse_shape, dtype=torch.float32)
-    kind = _kind(x, o)
-    tma = o.max_seqlen_k > SHORT and _by_descriptor(kind, k, v)
-    block_d, block_dv = _padded(kind.dim), _padded(kind.dim_v)
+    kind = kind_of(x, o)
+    tma = o.max_seqlen_k > SHORT and by_descriptor(kind, k, v)
+    block_d, block_dv = padded(kind.dim), padded(kind.dim_v)
     bias_m, bias_n = _bias_flags(kind)
     n = kind.varlen
     sinks = x.sinks is not None
     # What follows is kept for later calls: layouts alone, no tensor, or its memory would be too.
     strides = (*strides3(q, n), *strides3(k, n), *strides3(v, n), *strides3(out, n))
     row = strides2(lse, n)
-    layouts = (_layout(k, n), _layout(v, n))
+    layouts = (descriptor_layout(k, n), descriptor_layout(v, n))
     spans = _plan_spans(kind, 2, o.max_seqlen_k)
     span_strides = _NO_SPANS if spans is None else spans.strides
 
@@ -450,16 +279,21 @@ def _plan_forward(x: Inputs, o: Options) -> Forward:
             2: (*layouts[1], [1, 1, t.block_n, block_dv]),
         }
 
-    launch = None
+    def portable() -> Launch:
+        return _launch("forward", forward_kernel, geometry, kind, q, descriptors if tma else None)
+
+    launch: Callable[..., None] | None = None
     if out.numel():
-        launch = _launch("forward", forward_kernel, geometry, kind, q, descriptors if tma else None)
+        launch = (
+            hopper.forward(kind, o, q, k, v, out, row, span_strides, sinks, portable) or portable()
+        )
     return Forward(
         launch=launch,
         spans=spans,
         out=(tuple(out.shape), out.stride()),
         lse=(lse_shape, lse.stride()),
         copies=q is not x.query or k is not x.key or v is not x.value,
-        additive=kind.bias == _ADDITIVE,
+        additive=kind.bias == ADDITIVE,
     )
 
 
@@ -530,12 +364,12 @@ def _plan_backward(
     q, k, v, g = (addressable(t) for t in (x.query, x.key, x.value, grad_out))
     dq, dk, dv = like(x.query), like(x.key), like(x.value)
     dbias = torch.empty(x.bias.shape, device="meta") if need_bias and x.bias is not None else None
-    kind = _kind(x, o)
-    block_d, block_dv = _padded(kind.dim), _padded(kind.dim_v)
+    kind = kind_of(x, o)
+    block_d, block_dv = padded(kind.dim), padded(kind.dim_v)
     bias_m, bias_n = _bias_flags(kind)
     n = kind.varlen
-    keys_tma = o.max_seqlen_q > SHORT and _by_descriptor(kind, q, g)
-    queries_tma = o.max_seqlen_k > SHORT and _by_descriptor(kind, k, v)
+    keys_tma = o.max_seqlen_q > SHORT and by_descriptor(kind, q, g)
+    queries_tma = o.max_seqlen_k > SHORT and by_descriptor(kind, k, v)
     row = strides2(lse, n)
     inputs = (*strides3(q, n), *strides3(k, n), *strides3(v, n), *strides3(g, n))
     numbers = (o.scale, o.softcap, kind.left, kind.right, kind.threshold, kind.keep_scale)
@@ -558,7 +392,7 @@ def _plan_backward(
     column_spans = _plan_spans(kind, 3, o.max_seqlen_q)
     row_span_strides = _NO_SPANS if row_spans is None else row_spans.strides
     column_span_strides = _NO_SPANS if column_spans is None else column_spans.strides
-    layouts = [_layout(t, n) for t in (q, g, k, v)]
+    layouts = [descriptor_layout(t, n) for t in (q, g, k, v)]
 
     def delta_geometry(t: Tile) -> tuple[int, tuple[Any, ...]]:
         blocks = triton.cdiv(o.max_seqlen_q, t.block_m)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fa_advisor.kernels import launch
-from fa_advisor.kernels.launch import Inputs, Options
+from fa_advisor.kernels.kinds import Inputs, Options, like
 
 if TYPE_CHECKING:
     from fa_advisor.kernels.arguments import Call
@@ -135,7 +135,7 @@ def _forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 def _forward_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     x = Inputs(*args[:_N_INPUTS])
-    out = launch.like(x.query, x.value.shape[-1])
+    out = like(x.query, x.value.shape[-1])
     varlen = x.cu_seqlens_q is not None
     rows = (x.query.shape[1], x.query.shape[0]) if varlen else x.query.shape[:3]
     lse = x.query.new_empty(rows, dtype=torch.float32)
@@ -198,7 +198,7 @@ def _backward_fake(
         if need_sinks and x.sinks is not None
         else x.query.new_empty((0,))
     )
-    return launch.like(x.query), launch.like(x.key), launch.like(x.value), dbias, dsinks
+    return like(x.query), like(x.key), like(x.value), dbias, dsinks
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:

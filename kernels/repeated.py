@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fa_advisor.kernels import launch
 from fa_advisor.kernels.arguments import Call
-from fa_advisor.kernels.launch import Inputs, Options
+from fa_advisor.kernels.kinds import Inputs, Options, allow_tf32
 from fa_advisor.kernels.op import direct, fresh_seeds, observed, options_of
 
 Tensors = tuple["Tensor | None", ...]
@@ -55,7 +55,7 @@ def signature(tensors: Tensors, options: tuple[Any, ...]) -> Any:
     if every & 15:
         parts += launch.misaligned(*tensors)
     if query.dtype is torch.float32:
-        parts += (launch.allow_tf32(),)
+        parts += (allow_tf32(),)
     if torch.is_autocast_enabled("cuda"):
         parts += (torch.get_autocast_dtype("cuda"),)
     slopes = tensors[5]

@@ -18,7 +18,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fa_advisor.kernels import cpu, launch
+from fa_advisor.kernels import cpu, kinds, launch
 from fa_advisor.kernels.api import flash_attention
 from fa_advisor.kernels.arguments import Call
 from fa_advisor.kernels.op import attention, options_of
@@ -213,8 +213,8 @@ def test_spans_of_a_mask(shape: tuple[int, int, int, int], axis: int) -> None:
     mask[-1:, -1:, -1:] = True
     full = (2, 2, 60, 70)
     q, k = torch.randn(2, 2, 60, 8), torch.randn(2, 2, 70, 8)
-    inputs = launch.Inputs(q, k, k, mask, None, None, None, None, None)
-    kind = launch._kind(inputs, options_of(call(q, k)))
+    inputs = kinds.Inputs(q, k, k, mask, None, None, None, None, None)
+    kind = kinds.kind_of(inputs, options_of(call(q, k)))
     planned = launch._plan_spans(kind, axis, full[5 - axis])
     assert planned is not None
     spans = planned(0, mask.view(torch.uint8)).tolist()
@@ -426,7 +426,7 @@ def test_tf32_by_either_of_torchs_interfaces() -> None:
     if not hasattr(torch.backends.cuda.matmul, "fp32_precision"):
         pytest.skip("an older torch")
     code = (
-        "import torch; from fa_advisor.kernels.launch import allow_tf32 as allowed\n"
+        "import torch; from fa_advisor.kernels.kinds import allow_tf32 as allowed\n"
         "cuda = torch.backends.cuda.matmul\n"
         "assert not allowed(); cuda.fp32_precision = 'tf32'; assert allowed()\n"
         "cuda.fp32_precision = 'ieee'; assert not allowed()\n"
