@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
 from fa_advisor.kernels import backward, forward
 from fa_advisor.kernels.tiles import Tile
@@ -160,7 +161,8 @@ def compiled_usage(
     options: dict[str, Any] = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
     if tile.max_registers is not None:
         options["maxnreg"] = tile.max_registers
-    source = ASTSource(
+    kind = GluonASTSource if function.is_gluon() else ASTSource
+    source = kind(
         fn=function, signature=dict(signature), constexprs=dict(values), attrs=dict(attributes)
     )
     kernel = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)

@@ -30,8 +30,9 @@ _MOST_ATTEMPTS = 4
 
 # The grid's size and the arguments after the pointers, for a tile.
 Geometry = Callable[[Tile], "tuple[int, tuple[Any, ...]]"]
-# By position among the pointers: shape, strides and block of a tensor descriptor.
-Descriptors = Callable[[Tile], "dict[int, tuple[Any, Any, Any]]"]
+# By position among the pointers: shape, strides and block of a tensor descriptor, and for Gluon its
+# layout in shared memory.
+Descriptors = Callable[[Tile], "dict[int, tuple[Any, ...]]"]
 
 
 class _Ready(NamedTuple):
@@ -40,7 +41,7 @@ class _Ready(NamedTuple):
     compiled: Any
     grid: int
     static: tuple[Any, ...]
-    templates: dict[int, TensorDescriptor]
+    templates: dict[int, Any]
 
     @property
     def stack_bytes(self) -> int:
@@ -52,6 +53,8 @@ class Launch:
     """Called with the pointers, it launches.
 
     tuning_key: for FA_ADVISOR_AUTOTUNE; None where there is nothing to tune.
+    adjustable: whether another tile may take the chosen one's place where that doesn't fit.
+    describe: the kind of tensor descriptor that the kernel takes, Triton's own or Gluon's.
     """
 
     def __init__(
@@ -62,6 +65,9 @@ class Launch:
         chosen: Tile,
         descriptors: Descriptors | None = None,
         tuning_key: Callable[[], tuning.TuningKey] | None = None,
+        *,
+        adjustable: bool = True,
+        describe: Callable[..., Any] = TensorDescriptor,
     ) -> None:
         self._name = name
         self._kernel = kernel
@@ -69,6 +75,8 @@ class Launch:
         self._tile = chosen
         self._descriptors = descriptors
         self._tuning_key = tuning_key
+        self._adjustable = adjustable
+        self._describe = describe
         self._ready: _Ready | None = None
         self._lock = threading.Lock()
 
@@ -81,6 +89,11 @@ class Launch:
         if ready is None:
             ready = self._first(device, pointers)
         _launch(ready, device, pointers)
+
+    def ready(self, device: int, pointers: tuple[Any, ...]) -> None:
+        """Compile for such pointers, unless that was done; nothing is launched."""
+        if not INTERPRET and self._ready is None:
+            self._first(device, pointers)
 
     def _first(self, device: int, pointers: tuple[Any, ...]) -> _Ready:
         """Choose the tile and compile."""
@@ -95,7 +108,8 @@ class Launch:
                         _launch(prepared[t], device, pointers)
 
                     self._tile = tuning.tuned(self._name, self._tuning_key(), self._tile, run)
-                self._ready = self._fitting(pointers)
+                prepare = self._fitting if self._adjustable else partial(self._prepare, self._tile)
+                self._ready = prepare(pointers)
             return self._ready
 
     def _fitting(self, pointers: tuple[Any, ...]) -> _Ready:
@@ -134,7 +148,7 @@ class Launch:
         templates = {}
         if self._descriptors is not None:
             templates = {
-                position: TensorDescriptor(pointers[position], *map(list, description))
+                position: self._describe(pointers[position], *description)
                 for position, description in self._descriptors(t).items()
             }
         compiled = self._kernel.warmup(
@@ -157,7 +171,7 @@ def _launch(ready: _Ready, device: int, pointers: tuple[Any, ...]) -> None:
     # An address is taken as it is; a tensor would be looked up with the driver each time.
     addresses: list[Any] = [p if p is None else p.data_ptr() for p in pointers]
     for position, template in ready.templates.items():
-        descriptor = object.__new__(TensorDescriptor)
+        descriptor = object.__new__(type(template))
         descriptor.__dict__.update(template.__dict__)
         descriptor.base = pointers[position]
         addresses[position] = descriptor

@@ -1,0 +1,466 @@
+"""The forward kernel for Hopper, warp-specialised: docs/hopper.md explains it.
+
+A block is a producer warp, which copies tiles of Q, K and V into shared memory, and two or three
+consumer warpgroups with 64 query rows each. While a consumer's exponentials run, its next product
+of Q and K and its last of P and V are with the tensor cores. The grid is persistent: each block
+goes from one piece of work to the next, and the producer is always ahead.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from fa_advisor.kernels.hopper.compat import load_tile, store_tile
+from fa_advisor.kernels.score import tanh
+
+LOG2E = gl.constexpr(1.4426950408889634)
+LN2 = gl.constexpr(0.6931471805599453)
+# Rows of a descriptor of packed sequences: far past any, see `plan.ragged`.
+FAR = gl.constexpr(2**30)
+
+
+@gluon.constexpr_function
+def accumulator(n):
+    """The layout of a warpgroup's [64, n] product."""
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, n, 16])
+
+
+@gluon.jit
+def _turns(schedule, total):
+    """First, last and step of a block's turns: its own stretch of a schedule, or every n-th."""
+    if schedule is not None:
+        at = schedule + gl.program_id(0)
+        return gl.load(at), gl.load(at + 1), 1
+    else:
+        return gl.program_id(0), total, gl.num_programs(0)
+
+
+@gluon.jit
+def _work(
+    t, cu_q, cu_k, spans, numbers, SCHEDULED: gl.constexpr, VARLEN: gl.constexpr,
+    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, BOTTOM_RIGHT: gl.constexpr,
+    PADDING: gl.constexpr, ROWS: gl.constexpr, BN: gl.constexpr,
+):  # fmt: skip
+    """Which rows the t-th piece of work is, and the keys it reads.
+
+    [begin, end): the keys that some row sees; [full, rest): whole tiles that every row sees.
+    Without a schedule heads run in groups whose keys and values stay in L2; in one, the longest
+    rows come first.
+    """
+    len_q, len_k, batch_heads, heads, blocks, side_by_side, left, right, span_b, span_h = numbers
+    if SCHEDULED:
+        batch_head = t // blocks
+        block = t % blocks
+    else:
+        per = blocks * side_by_side
+        first = t // per * side_by_side
+        width = gl.minimum(side_by_side, batch_heads - first)
+        block = t % per // width
+        batch_head = first + t % per % width
+        if HAS_RIGHT:
+            block = blocks - 1 - block
+    batch = batch_head // heads
+    head = batch_head % heads
+    row_start = block * ROWS
+    first_q = 0
+    first_k = 0
+    if VARLEN:
+        first_q = gl.load(cu_q + batch)
+        first_k = gl.load(cu_k + batch)
+        len_q = gl.load(cu_q + batch + 1) - first_q
+        len_k = gl.load(cu_k + batch + 1) - first_k
+    shift = 0
+    if BOTTOM_RIGHT:
+        shift = len_k - len_q
+    begin = 0
+    end = len_k
+    full = 0
+    rest = len_k // BN * BN
+    if HAS_RIGHT:
+        end = gl.maximum(gl.minimum(len_k, row_start + ROWS + shift + right), 0)
+        rest = gl.minimum(rest, gl.maximum(row_start + shift + right + 1, 0) // BN * BN)
+    if HAS_LEFT:
+        begin = gl.maximum(row_start + shift - left, 0) // BN * BN
+        full = (gl.maximum(row_start + ROWS - 1 + shift - left, 0) + BN - 1) // BN * BN
+        full = gl.minimum(full, (end + BN - 1) // BN * BN)
+        rest = gl.maximum(rest, full)
+    if PADDING:
+        at = spans + batch.to(gl.int64) * span_b + head.to(gl.int64) * span_h
+        end = gl.minimum(end, gl.load(at + 1))
+        begin = gl.maximum(begin, gl.minimum(gl.load(at), end) // BN * BN)
+        last = gl.maximum((end + BN - 1) // BN * BN, begin)
+        full = gl.maximum(full, (gl.minimum(gl.load(at + 2), last) + BN - 1) // BN * BN)
+        full = gl.minimum(gl.maximum(full, begin), last)
+        rest = gl.maximum(gl.minimum(rest, gl.load(at + 3) // BN * BN), full)
+    if VARLEN:
+        end = gl.where(row_start < len_q, end, begin)
+    queries = (row_start, first_q, len_q)
+    keys = (first_k, len_k, begin, full, rest, end)
+    return batch, head, shift, queries, keys
+
+
+@gluon.jit
+def _origin(batch, first, length, VARLEN: gl.constexpr):
+    """The two leading coordinates of a sequence in its descriptor, and where its rows begin."""
+    if VARLEN:
+        return FAR, first + length, FAR - length
+    else:
+        return 0, batch, 0
+
+
+@gluon.jit
+def _produce(
+    given,
+    VARLEN: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
+    BOTTOM_RIGHT: gl.constexpr, PADDING: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
+    PARTS: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
+):  # fmt: skip
+    q_desc, k_desc, v_desc, cu_q, cu_k, spans, buffers, schedule, numbers, group, total = given
+    q_s, k_s, v_s, _, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty = buffers
+    PART: gl.constexpr = q_desc.block_type.shape[4]
+    slot = 0
+    phase = 1
+    q_phase = 1
+    first_turn, last_turn, step = _turns(schedule, total)
+    t = first_turn
+    if schedule is not None:
+        t = gl.load(schedule + first_turn)
+    for turn in range(first_turn, last_turn, step):
+        following_t = turn + step
+        if schedule is not None:
+            # Asked for now, so that it is there when its turn comes.
+            following_t = gl.load(schedule + turn + 1)
+        batch, head, _shift, queries, keys = _work(
+            t, cu_q, cu_k, spans, numbers, schedule is not None, VARLEN, HAS_LEFT, HAS_RIGHT,
+            BOTTOM_RIGHT, PADDING, BM * CONSUMERS, BN,
+        )  # fmt: skip
+        row_start, first_q, len_q = queries
+        first_k, len_k, begin, _full, _rest, end = keys
+        if end > begin:
+            a, b, row = _origin(batch, first_q, len_q, VARLEN)
+            for c in gl.static_range(CONSUMERS):
+                mbarrier.wait(q_empty.index(c), q_phase)
+                mbarrier.expect(q_ready.index(c), PARTS * q_desc.block_type.nbytes)
+                for part in gl.static_range(PARTS):
+                    load_tile(
+                        q_desc, [a, b, head, row + row_start + c * BM, part * PART],
+                        q_ready.index(c), q_s.index(c * PARTS + part),
+                    )  # fmt: skip
+            q_phase ^= 1
+            a, b, row = _origin(batch, first_k, len_k, VARLEN)
+            kv_head = head // group
+            last = (end - 1) // BN * BN
+            for back in range(0, last - begin + BN, BN):
+                start = row + last - back
+                mbarrier.wait(k_empty.index(slot), phase)
+                mbarrier.expect(k_ready.index(slot), PARTS * k_desc.block_type.nbytes)
+                for part in gl.static_range(PARTS):
+                    load_tile(
+                        k_desc, [a, b, kv_head, start, part * PART], k_ready.index(slot),
+                        k_s.index(slot * PARTS + part),
+                    )  # fmt: skip
+                mbarrier.wait(v_empty.index(slot), phase)
+                mbarrier.expect(v_ready.index(slot), v_desc.block_type.nbytes)
+                load_tile(v_desc, [a, b, kv_head, start, 0], v_ready.index(slot), v_s.index(slot))
+                slot += 1
+                if slot == STAGES:
+                    slot = 0
+                    phase ^= 1
+        t = following_t
+
+
+@gluon.jit
+def _product(
+    q_s, k_s, slot, CID: gl.constexpr, PARTS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
+    S: gl.constexpr,
+):  # fmt: skip
+    """Q K^T, on its way."""
+    PART: gl.constexpr = q_s.shape[5]
+    s = gl.zeros([BM, BN], gl.float32, layout=S)
+    for part in gl.static_range(PARTS):
+        q = q_s.index(CID * PARTS + part).reshape([BM, PART])
+        k = k_s.index(slot * PARTS + part).reshape([BN, PART])
+        s = warpgroup_mma(q, k.permute((1, 0)), s, use_acc=part > 0, is_async=True)
+    return s
+
+
+@gluon.jit
+def _softmax(
+    s, m, z, start, rows, bias,
+    MASKED: gl.constexpr, HAS_LEFT: gl.constexpr, PADDING: gl.constexpr, SOFTCAP: gl.constexpr,
+    BN: gl.constexpr, S: gl.constexpr,
+):  # fmt: skip
+    """exp2 of a tile's logits less the row's maximum, and the maxima and sums so far.
+
+    lowest, highest: the first and last key that each row sees.
+    """
+    lowest, highest, padding, stride_bn, scale, softcap, len_k = rows
+    factor = scale * LOG2E
+    if SOFTCAP:
+        s = tanh(s * (scale / softcap)) * softcap
+        factor = LOG2E
+    if MASKED:
+        cols = start + gl.arange(0, BN, layout=gl.SliceLayout(0, S))
+        seen = cols[None, :] <= highest[:, None]
+        if HAS_LEFT:
+            seen = seen & (cols[None, :] >= lowest[:, None])
+        if PADDING:
+            shown = gl.load(
+                bias + padding + cols.to(gl.int64) * stride_bn, mask=cols < len_k, other=0
+            )
+            seen = seen & (shown != 0)[None, :]
+        s = gl.where(seen, s, float("-inf"))
+    new = gl.maximum(m, gl.max(s, axis=1) * factor)
+    base = new
+    if MASKED:
+        # A row that has seen no key yet: -inf - -inf would be NaN.
+        base = gl.where(new == float("-inf"), 0.0, new)
+    p = gl.exp2(s * factor - base[:, None])
+    alpha = gl.exp2(m - base)
+    z = z * alpha + gl.sum(p, axis=1)
+    return p, new, z, alpha
+
+
+@gluon.jit
+def _attend(
+    state, high, low, buffers, rows, bias,
+    MASKED: gl.constexpr, HAS_LEFT: gl.constexpr, PADDING: gl.constexpr, SOFTCAP: gl.constexpr,
+    CID: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, BLOCK_DV: gl.constexpr,
+    S: gl.constexpr, OUT: gl.constexpr, P: gl.constexpr,
+):  # fmt: skip
+    """Carry the state over the tiles of keys from `high` down to `low`.
+
+    Each follows one whose P is in the state and whose V waits in `slot`.
+    """
+    acc, m, z, p, slot, phase = state
+    q_s, k_s, v_s, _, _, _, k_ready, k_empty, v_ready, v_empty = buffers
+    for back in range(BN, high - low + BN, BN):
+        following = slot + 1
+        next_phase = phase
+        if following == STAGES:
+            following = 0
+            next_phase = phase ^ 1
+        mbarrier.wait(k_ready.index(following), next_phase)
+        s = _product(q_s, k_s, following, CID, PARTS, BM, BN, S)
+        mbarrier.wait(v_ready.index(slot), phase)
+        acc = warpgroup_mma(p, v_s.index(slot).reshape([BN, BLOCK_DV]), acc, is_async=True)
+        s = warpgroup_mma_wait(1, deps=(s,))
+        mbarrier.arrive(k_empty.index(following), count=1)
+        weights, m, z, alpha = _softmax(
+            s, m, z, high - back, rows, bias,
+            MASKED, HAS_LEFT, PADDING, SOFTCAP, BN, S,
+        )  # fmt: skip
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+        mbarrier.arrive(v_empty.index(slot), count=1)
+        acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, OUT))[:, None]
+        p = gl.convert_layout(weights.to(p.dtype), P)
+        slot = following
+        phase = next_phase
+    return acc, m, z, p, slot, phase
+
+
+@gluon.jit
+def _consume(
+    given,
+    VARLEN: gl.constexpr, SOFTCAP: gl.constexpr, SINKS: gl.constexpr, PADDING: gl.constexpr,
+    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, BOTTOM_RIGHT: gl.constexpr,
+    EVEN_K: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BLOCK_DV: gl.constexpr,
+    PARTS: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, SHARED_O: gl.constexpr,
+    CID: gl.constexpr,
+):  # fmt: skip
+    o_desc, lse, bias, sinks, cu_q, cu_k, spans, buffers, schedule, numbers, more, total = given
+    q_s, k_s, v_s, o_s, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty = buffers
+    stride_lb, stride_lh, stride_bb, stride_bh, stride_bn, scale, softcap, left, right = more
+    dtype: gl.constexpr = o_desc.dtype
+    S: gl.constexpr = accumulator(BN)
+    OUT: gl.constexpr = accumulator(BLOCK_DV)
+    P: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUT, k_width=2)
+    ROW: gl.constexpr = gl.SliceLayout(1, S)
+    # Only what some row may not see whole is masked.
+    CUT: gl.constexpr = VARLEN or HAS_LEFT or HAS_RIGHT or PADDING or not EVEN_K
+    slot = 0
+    phase = 0
+    q_phase = 0
+    first_turn, last_turn, step = _turns(schedule, total)
+    t = first_turn
+    if schedule is not None:
+        t = gl.load(schedule + first_turn)
+    for turn in range(first_turn, last_turn, step):
+        following_t = turn + step
+        if schedule is not None:
+            # Asked for now, so that it is there when its turn comes.
+            following_t = gl.load(schedule + turn + 1)
+        batch, head, shift, queries, keys = _work(
+            t, cu_q, cu_k, spans, numbers, schedule is not None, VARLEN, HAS_LEFT, HAS_RIGHT,
+            BOTTOM_RIGHT, PADDING, BM * CONSUMERS, BN,
+        )  # fmt: skip
+        row_start, first_q, len_q = queries
+        _first_k, len_k, begin, full, rest, end = keys
+        row = row_start + CID * BM
+        local = row + gl.arange(0, BM, layout=ROW)
+        m = gl.full([BM], float("-inf"), gl.float32, layout=ROW)
+        z = gl.full([BM], 0.0, gl.float32, layout=ROW)
+        if SINKS:
+            # A sink is a logit without a value, so the sum starts with it.
+            sink = gl.load(sinks + head).to(gl.float32)
+            z += gl.where(sink == float("-inf"), 0.0, 1.0)
+            m = gl.maximum(m, sink * LOG2E)
+        acc = gl.zeros([BM, BLOCK_DV], gl.float32, layout=OUT)
+        if end > begin:
+            highest = gl.full([BM], len_k - 1, gl.int32, layout=ROW)
+            lowest = highest
+            if HAS_RIGHT:
+                highest = gl.minimum(highest, local + (shift + right))
+            if HAS_LEFT:
+                lowest = local + (shift - left)
+            padding = batch.to(gl.int64) * stride_bb + head.to(gl.int64) * stride_bh
+            rows = (lowest, highest, padding, stride_bn, scale, softcap, len_k)
+            last = (end - 1) // BN * BN
+            mbarrier.wait(q_ready.index(CID), q_phase)
+            q_phase ^= 1
+            mbarrier.wait(k_ready.index(slot), phase)
+            s = _product(q_s, k_s, slot, CID, PARTS, BM, BN, S)
+            s = warpgroup_mma_wait(0, deps=(s,))
+            mbarrier.arrive(k_empty.index(slot), count=1)
+            weights, m, z, _alpha = _softmax(
+                s, m, z, last, rows, bias,
+                CUT, HAS_LEFT, PADDING, SOFTCAP, BN, S,
+            )  # fmt: skip
+            state = (acc, m, z, gl.convert_layout(weights.to(dtype), P), slot, phase)
+            rest = gl.minimum(rest, last)
+            full = gl.minimum(full, rest)
+            if HAS_RIGHT or PADDING:
+                state = _attend(
+                    state, last, rest, buffers, rows, bias,
+                    True, HAS_LEFT, PADDING, SOFTCAP, CID, PARTS, STAGES, BM, BN, BLOCK_DV,
+                    S, OUT, P,
+                )  # fmt: skip
+            state = _attend(
+                state, rest, full, buffers, rows, bias,
+                False, HAS_LEFT, PADDING, SOFTCAP, CID, PARTS, STAGES, BM, BN, BLOCK_DV, S, OUT, P,
+            )  # fmt: skip
+            if HAS_LEFT or PADDING:
+                state = _attend(
+                    state, full, begin, buffers, rows, bias,
+                    True, HAS_LEFT, PADDING, SOFTCAP, CID, PARTS, STAGES, BM, BN, BLOCK_DV,
+                    S, OUT, P,
+                )  # fmt: skip
+            acc, m, z, p, slot, phase = state
+            if not SHARED_O:
+                mbarrier.arrive(q_empty.index(CID), count=1)
+            mbarrier.wait(v_ready.index(slot), phase)
+            acc = warpgroup_mma(p, v_s.index(slot).reshape([BN, BLOCK_DV]), acc, is_async=True)
+            acc = warpgroup_mma_wait(0, deps=(acc,))
+            mbarrier.arrive(v_empty.index(slot), count=1)
+            slot += 1
+            if slot == STAGES:
+                slot = 0
+                phase ^= 1
+        empty = z == 0.0
+        share = 1.0 / gl.where(empty, 1.0, z)
+        acc = acc * gl.convert_layout(share, gl.SliceLayout(1, OUT))[:, None]
+        # What lay in the buffer has been read by its copy out.
+        tma.store_wait(0)
+        out = o_s.index(CID)
+        out.reshape([BM, BLOCK_DV]).store(acc.to(dtype))
+        fence_async_shared()
+        a, b, origin = _origin(batch, first_q, len_q, VARLEN)
+        store_tile(o_desc, [a, b, head, origin + row, 0], out)
+        log_sum = gl.where(empty, float("-inf"), (m + gl.log2(z)) * LN2)
+        where = lse + head.to(gl.int64) * stride_lh + local
+        if VARLEN:
+            where += first_q
+        else:
+            where += batch.to(gl.int64) * stride_lb
+        gl.store(where, log_sum, mask=local < len_q)
+        if SHARED_O:
+            tma.store_wait(0)
+            if end > begin:
+                mbarrier.arrive(q_empty.index(CID), count=1)
+        t = following_t
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["len_q", "len_k", "batch_heads", "heads", "group", "blocks",
+                              "side_by_side", "total", "left", "right"])  # fmt: skip
+def forward_kernel(
+    query, key, value, out, lse, row_max, row_sum, bias, spans, sinks, slopes, cu_q, cu_k, seeds,
+    schedule, stride_lb, stride_lh, stride_bb, stride_bh, stride_bn, span_b, span_h,
+    len_q, len_k, batch_heads, heads, group, blocks, side_by_side, total,
+    scale, softcap, left, right,
+    VARLEN: gl.constexpr, SOFTCAP: gl.constexpr, SINKS: gl.constexpr, PADDING: gl.constexpr,
+    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, BOTTOM_RIGHT: gl.constexpr,
+    EVEN_K: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, PARTS: gl.constexpr,
+    BLOCK_DV: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
+    SHARED_O: gl.constexpr,
+):  # fmt: skip
+    """out and lse (natural log), as the portable `forward_kernel` gives them.
+
+    query, key, value, out: descriptors of one block each, rank 5 (see `plan`); what the portable
+    kernel knows and this one doesn't (row_max, row_sum, slopes, seeds) is None.
+    """
+    dtype: gl.constexpr = query.dtype
+    PART: gl.constexpr = query.block_type.shape[4]
+    q_s = gl.allocate_shared_memory(dtype, [CONSUMERS * PARTS, 1, 1, 1, BM, PART], query.layout)
+    k_s = gl.allocate_shared_memory(dtype, [STAGES * PARTS, 1, 1, 1, BN, PART], key.layout)
+    v_s = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 1, BN, BLOCK_DV], value.layout)
+    if SHARED_O:
+        o_s = q_s
+    else:
+        o_s = gl.allocate_shared_memory(dtype, [CONSUMERS, 1, 1, 1, BM, BLOCK_DV], out.layout)
+    q_ready = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
+    k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for c in gl.static_range(CONSUMERS):
+        mbarrier.init(q_ready.index(c), count=1)
+        mbarrier.init(q_empty.index(c), count=1)
+    for s in gl.static_range(STAGES):
+        mbarrier.init(k_ready.index(s), count=1)
+        mbarrier.init(k_empty.index(s), count=CONSUMERS)
+        mbarrier.init(v_ready.index(s), count=1)
+        mbarrier.init(v_empty.index(s), count=CONSUMERS)
+    buffers = (q_s, k_s, v_s, o_s, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty)
+    numbers = (
+        len_q, len_k, batch_heads, heads, blocks, side_by_side, left, right, span_b, span_h,
+    )  # fmt: skip
+    more = (stride_lb, stride_lh, stride_bb, stride_bh, stride_bn, scale, softcap, left, right)
+    given = (out, lse, bias, sinks, cu_q, cu_k, spans, buffers, schedule, numbers, more, total)
+    producing = (query, key, value, cu_q, cu_k, spans, buffers, schedule, numbers, group, total)
+    if CONSUMERS == 2:
+        gl.warp_specialize(
+            [
+                (_consume, (given, VARLEN, SOFTCAP, SINKS, PADDING, HAS_LEFT, HAS_RIGHT,
+                            BOTTOM_RIGHT, EVEN_K, BM, BN, BLOCK_DV, PARTS, STAGES, 2, SHARED_O, 0)),
+                (_consume, (given, VARLEN, SOFTCAP, SINKS, PADDING, HAS_LEFT, HAS_RIGHT,
+                            BOTTOM_RIGHT, EVEN_K, BM, BN, BLOCK_DV, PARTS, STAGES, 2, SHARED_O, 1)),
+                (_produce, (producing, VARLEN, HAS_LEFT, HAS_RIGHT, BOTTOM_RIGHT, PADDING, BM, BN,
+                            PARTS, STAGES, 2)),
+            ],
+            [4, 1], [240, 24],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_consume, (given, VARLEN, SOFTCAP, SINKS, PADDING, HAS_LEFT, HAS_RIGHT,
+                            BOTTOM_RIGHT, EVEN_K, BM, BN, BLOCK_DV, PARTS, STAGES, 3, SHARED_O, 0)),
+                (_consume, (given, VARLEN, SOFTCAP, SINKS, PADDING, HAS_LEFT, HAS_RIGHT,
+                            BOTTOM_RIGHT, EVEN_K, BM, BN, BLOCK_DV, PARTS, STAGES, 3, SHARED_O, 1)),
+                (_consume, (given, VARLEN, SOFTCAP, SINKS, PADDING, HAS_LEFT, HAS_RIGHT,
+                            BOTTOM_RIGHT, EVEN_K, BM, BN, BLOCK_DV, PARTS, STAGES, 3, SHARED_O, 2)),
+                (_produce, (producing, VARLEN, HAS_LEFT, HAS_RIGHT, BOTTOM_RIGHT, PADDING, BM, BN,
+                            PARTS, STAGES, 3)),
+            ],
+            [4, 4, 1], [160, 160, 24],
+        )  # fmt: skip

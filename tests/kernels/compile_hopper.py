@@ -1,0 +1,24 @@
+"""Compile Hopper's kernels without a GPU; print what each needs.
+
+echo '["forward", 128, 128, "bf16", "causal"]' | python compile_hopper.py
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from fa_advisor.kernels.hopper.ahead import forward_usage
+
+
+def main() -> None:
+    """Read configurations as JSON lines, print rows."""
+    rows, sys.stdout = sys.stdout, sys.stderr
+    usages = {"forward": forward_usage}
+    for line in sys.stdin:
+        kernel, *rest = json.loads(line)
+        print(json.dumps(usages[kernel](*rest)._asdict()), file=rows, flush=True)
+
+
+if __name__ == "__main__":
+    main()
