@@ -6,7 +6,6 @@ strides, options - and kept.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +19,7 @@ from fa_advisor.kernels.hopper import plan as hopper
 from fa_advisor.kernels.kinds import (
     ADDITIVE,
     BOOLEAN,
+    SHORT,
     Inputs,
     Kind,
     Options,
@@ -38,8 +38,6 @@ from fa_advisor.kernels.spans import spans_kernel
 from fa_advisor.kernels.tiles import INTERPRETED, Tile, group_of, tile
 from fa_advisor.kernels.tuning import TuningKey, identity
 
-# Up to this many tokens, encoding tensor maps costs the host more than they save the GPU.
-SHORT = 512
 _PLANS_KEPT = 4096
 
 
@@ -169,7 +167,7 @@ class Forward(NamedTuple):
     statistics that backward needs: fp32 [2, *lse's shape] with an additive bias, else None.
     """
 
-    launch: Callable[..., None] | None
+    launch: Launch | hopper.Scheduled | None
     spans: _Spans | None
     out: tuple[Any, Any]
     lse: tuple[Any, Any]
@@ -279,14 +277,12 @@ def _plan_forward(x: Inputs, o: Options) -> Forward:
             2: (*layouts[1], [1, 1, t.block_n, block_dv]),
         }
 
-    def portable() -> Launch:
-        return _launch("forward", forward_kernel, geometry, kind, q, descriptors if tma else None)
-
-    launch: Callable[..., None] | None = None
+    launch: Launch | hopper.Scheduled | None = None
     if out.numel():
-        launch = (
-            hopper.forward(kind, o, q, k, v, out, row, span_strides, sinks, portable) or portable()
-        )
+        launch = hopper.forward(kind, o, q, k, v, out, row, span_strides, x)
+        if launch is None:
+            described = descriptors if tma else None
+            launch = _launch("forward", forward_kernel, geometry, kind, q, described)
     return Forward(
         launch=launch,
         spans=spans,
@@ -298,8 +294,13 @@ def _plan_forward(x: Inputs, o: Options) -> Forward:
 
 
 class _Backward(NamedTuple):
-    """A backward call's plan. gradients: size and stride of dQ, dK and dV."""
+    """A backward call's plan. gradients: size and stride of dQ, dK and dV.
 
+    hopper: its kernels, in these ones' place; of these, with `exact`, delta and queries still run.
+    """
+
+    hopper: hopper.Backward | None
+    exact: bool
     delta: Launch
     keys: Launch
     queries: Launch
@@ -316,15 +317,30 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:  # fmt: skip
     """dQ, dK, dV, the bias's gradient (None unless `need_bias`) and delta."""
     q, k, v, g, bias = x.query, x.key, x.value, grad_out, x.bias
-    key = _key("backward", o, x, g, grad_lse, out, flags=(need_bias,))
+    exact = torch.are_deterministic_algorithms_enabled()
+    key = _key("backward", o, x, g, grad_lse, out, flags=(need_bias, exact))
     plan: _Backward | None = _plans.get(key)
     if plan is None:
-        plan = _keep(key, _plan_backward(x, o, g, grad_lse, out, lse, need_bias))
+        plan = _keep(key, _plan_backward(x, o, g, grad_lse, out, lse, need_bias, exact))
     if plan.copies:
         q, k, v, g = addressable(q), addressable(k), addressable(v), addressable(g)
     device = q.device
     dtype = q.dtype
     for_query, for_key, for_value = plan.gradients
+    if plan.hopper is not None:
+        with _on(q):
+            dq = None
+            if plan.exact:
+                dq = torch.empty_strided(*for_query, dtype=dtype, device=device)
+                delta, base = torch.empty_like(lse), torch.empty_like(lse)
+                index, cu = q.get_device(), (x.cu_seqlens_q, x.cu_seqlens_k)
+                plan.delta(index, out, g, grad_lse, lse, delta, base, cu[0])
+                plan.queries(
+                    index, q, k, v, g, dq, base, None, None, delta, None, None, None, *cu, None
+                )
+            inputs = x._replace(query=q, key=k, value=v)
+            dq, dk, dv, delta = plan.hopper(inputs, g, grad_lse, out, lse, dq)
+        return dq, dk, dv, None, delta
     dq = torch.empty_strided(*for_query, dtype=dtype, device=device)
     dk = torch.empty_strided(*for_key, dtype=dtype, device=device)
     dv = torch.empty_strided(*for_value, dtype=dtype, device=device)
@@ -359,7 +375,7 @@ def backward(
 
 def _plan_backward(
     x: Inputs, o: Options, grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor,
-    need_bias: bool,
+    need_bias: bool, exact: bool,
 ) -> _Backward:  # fmt: skip
     q, k, v, g = (addressable(t) for t in (x.query, x.key, x.value, grad_out))
     dq, dk, dv = like(x.query), like(x.key), like(x.value)
@@ -446,7 +462,10 @@ def _plan_backward(
             2: (*layouts[3], [1, 1, t.block_n, block_dv]),
         }
 
+    copied = x._replace(query=q, key=k, value=v)
     return _Backward(
+        hopper=hopper.backward(kind, o, copied, g, grad_lse, out, lse, exact),
+        exact=exact,
         delta=Launch(
             "delta", delta_kernel, delta_geometry, Tile(64 if block_dv < 256 else 32, 16, 4, 1)
         ),

@@ -7,8 +7,16 @@ from typing import Any
 from triton.experimental.gluon import language as gl
 
 from fa_advisor.kernels.ahead import Usage, compiled_usage
+from fa_advisor.kernels.hopper.backward import backward_kernel
 from fa_advisor.kernels.hopper.forward import forward_kernel
-from fa_advisor.kernels.hopper.plan import CAPABILITY, ROWS_OF_A_CONSUMER, tiles_of
+from fa_advisor.kernels.hopper.plan import (
+    BLOCK_N,
+    CAPABILITY,
+    ROWS_OF_A_CONSUMER,
+    flat_layout,
+    tiles_of,
+    widths,
+)
 from fa_advisor.kernels.tiles import Tile
 
 # What is not as in the plain call, whose keys fill their tiles.
@@ -24,6 +32,7 @@ CALLS: dict[str, dict[str, bool]] = {
 _FLAGS = (
     "VARLEN", "SOFTCAP", "SINKS", "PADDING", "HAS_LEFT", "HAS_RIGHT", "BOTTOM_RIGHT"
 )  # fmt: skip
+_BACKWARD_FLAGS = ("VARLEN", "SOFTCAP", "HAS_LEFT", "HAS_RIGHT", "BOTTOM_RIGHT")
 _TYPES = {"bf16": gl.bfloat16, "fp16": gl.float16}
 
 
@@ -51,28 +60,54 @@ def forward_usage(dim: int, dim_v: int, dtype: str, call: str) -> Usage:
         pointers |= {"bias": "*u8", "spans": "*i32"}
     if constants["SINKS"]:
         pointers["sinks"] = f"*{dtype}"
+    return _usage(forward_kernel, constants, _operands(blocks, dtype), pointers)
+
+
+def backward_usage(dim: int, dim_v: int, dtype: str, call: str, exact: bool = False) -> Usage:
+    """What the backward's main kernel takes. Raises what the compiler does."""
+    given = {name: value for name, value in CALLS[call].items() if name in _BACKWARD_FLAGS}
+    wide, wide_v, block_m = widths(dim, dim_v)
+    constants: dict[str, Any] = {
+        **dict.fromkeys(_BACKWARD_FLAGS, False), "EVEN": CALLS[call].get("EVEN_K", True), **given,
+        "DQ": not exact, "D": wide, "DV": wide_v, "BLOCK_M": block_m, "BLOCK_N": BLOCK_N,
+    }  # fmt: skip
+    blocks = {
+        "query": (block_m, wide), "key": (BLOCK_N, wide), "value": (BLOCK_N, wide_v),
+        "grad_out": (block_m, wide_v), "grad_key": (BLOCK_N, wide), "grad_value": (BLOCK_N, wide_v),
+    }  # fmt: skip
+    flat = {"base": [block_m], "delta": [block_m], "total": [16, 256]}
+    descriptors = _operands(blocks, dtype)
+    for name, block in flat.items():
+        descriptors[name] = f"tensordesc<fp32{block},{flat_layout(len(block))!r}>"
+    pointers = {"cu_q": "*i32", "cu_k": "*i32"} if constants["VARLEN"] else {}
+    return _usage(backward_kernel, constants, descriptors, pointers)
+
+
+def _operands(blocks: dict[str, tuple[int, int]], dtype: str) -> dict[str, str]:
+    """The types of descriptors with a block of rows and features."""
+    found = {}
+    for name, (rows, features) in blocks.items():
+        layout = gl.NVMMASharedLayout.get_default_for([1, 1, 1, rows, features], _TYPES[dtype])
+        found[name] = f"tensordesc<{dtype}[1,1,1,{rows},{features}],{layout!r}>"
+    return found
+
+
+def _usage(
+    kernel: Any, constants: dict[str, Any], descriptors: dict[str, str], pointers: dict[str, str]
+) -> Usage:
+    types = descriptors | pointers
     signature: dict[str, str] = {}
     values: dict[str, Any] = {}
-    for name in forward_kernel.arg_names:
-        if name in constants:
-            signature[name], values[name] = "constexpr", constants[name]
-        elif name in blocks:
-            rows, features = blocks[name]
-            block = [1, 1, 1, rows, features]
-            layout = gl.NVMMASharedLayout.get_default_for(block, _TYPES[dtype])
-            signature[name] = f"tensordesc<{dtype}[1,1,1,{rows},{features}],{layout!r}>"
-        elif name in pointers:
-            signature[name] = pointers[name]
-        elif name in _POINTERS:
-            signature[name], values[name] = "constexpr", None
+    for name in kernel.arg_names:
+        if name in constants or (name in _OPTIONAL and name not in types):
+            signature[name], values[name] = "constexpr", constants.get(name)
         else:
-            signature[name] = "fp32" if name in ("scale", "softcap") else "i32"
+            number = "fp32" if name in ("scale", "softcap") else "i32"
+            signature[name] = types.get(name, number)
     capability = CAPABILITY[0] * 10 + CAPABILITY[1]
-    tile = Tile(bm, bn, 4, cut.stages)
-    return compiled_usage(forward_kernel, signature, values, {}, capability, tile)
+    return compiled_usage(kernel, signature, values, {}, capability, Tile(64, 128, 4, 2))
 
 
-_POINTERS = {
-    "lse", "row_max", "row_sum", "bias", "spans", "sinks", "slopes", "cu_q", "cu_k", "seeds",
-    "schedule",
+_OPTIONAL = {
+    "row_max", "row_sum", "bias", "spans", "sinks", "slopes", "cu_q", "cu_k", "seeds", "schedule",
 }  # fmt: skip

@@ -18,19 +18,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from fa_advisor.kernels.hopper.common import accumulator, cheap_tanh, origin
 from fa_advisor.kernels.hopper.compat import load_tile, store_tile
-from fa_advisor.kernels.score import tanh
-
-LOG2E = gl.constexpr(1.4426950408889634)
-LN2 = gl.constexpr(0.6931471805599453)
-# Rows of a descriptor of packed sequences: far past any, see `plan.ragged`.
-FAR = gl.constexpr(2**30)
-
-
-@gluon.constexpr_function
-def accumulator(n):
-    """The layout of a warpgroup's [64, n] product."""
-    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, n, 16])
+from fa_advisor.kernels.score import LN2, LOG2E
 
 
 @gluon.jit
@@ -108,15 +98,6 @@ def _work(
 
 
 @gluon.jit
-def _origin(batch, first, length, VARLEN: gl.constexpr):
-    """The two leading coordinates of a sequence in its descriptor, and where its rows begin."""
-    if VARLEN:
-        return FAR, first + length, FAR - length
-    else:
-        return 0, batch, 0
-
-
-@gluon.jit
 def _produce(
     given,
     VARLEN: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
@@ -145,7 +126,7 @@ def _produce(
         row_start, first_q, len_q = queries
         first_k, len_k, begin, _full, _rest, end = keys
         if end > begin:
-            a, b, row = _origin(batch, first_q, len_q, VARLEN)
+            a, b, row = origin(batch, first_q, len_q, VARLEN)
             for c in gl.static_range(CONSUMERS):
                 mbarrier.wait(q_empty.index(c), q_phase)
                 mbarrier.expect(q_ready.index(c), PARTS * q_desc.block_type.nbytes)
@@ -155,7 +136,7 @@ def _produce(
                         q_ready.index(c), q_s.index(c * PARTS + part),
                     )  # fmt: skip
             q_phase ^= 1
-            a, b, row = _origin(batch, first_k, len_k, VARLEN)
+            a, b, row = origin(batch, first_k, len_k, VARLEN)
             kv_head = head // group
             last = (end - 1) // BN * BN
             for back in range(0, last - begin + BN, BN):
@@ -205,7 +186,7 @@ def _softmax(
     lowest, highest, padding, stride_bn, scale, softcap, len_k = rows
     factor = scale * LOG2E
     if SOFTCAP:
-        s = tanh(s * (scale / softcap)) * softcap
+        s = cheap_tanh(s * (scale / softcap)) * softcap
         factor = LOG2E
     if MASKED:
         cols = start + gl.arange(0, BN, layout=gl.SliceLayout(0, S))
@@ -373,8 +354,8 @@ def _consume(
         out = o_s.index(CID)
         out.reshape([BM, BLOCK_DV]).store(acc.to(dtype))
         fence_async_shared()
-        a, b, origin = _origin(batch, first_q, len_q, VARLEN)
-        store_tile(o_desc, [a, b, head, origin + row, 0], out)
+        a, b, first_row = origin(batch, first_q, len_q, VARLEN)
+        store_tile(o_desc, [a, b, head, first_row + row, 0], out)
         log_sum = gl.where(empty, float("-inf"), (m + gl.log2(z)) * LN2)
         where = lse + head.to(gl.int64) * stride_lh + local
         if VARLEN:

@@ -11,7 +11,6 @@ import heapq
 import itertools
 import logging
 import os
-from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -19,19 +18,35 @@ import torch
 import triton
 from torch import Tensor
 
-from fa_advisor.kernels.kinds import ADDITIVE, BOOLEAN, Kind, Options, by_descriptor
+from fa_advisor.kernels.kinds import (
+    ADDITIVE,
+    BOOLEAN,
+    NONE,
+    SHORT,
+    Inputs,
+    Kind,
+    Options,
+    by_descriptor,
+    like,
+    strides2,
+    strides3,
+)
 from fa_advisor.kernels.launcher import Launch
 from fa_advisor.kernels.tiles import Tile
 
 _LOG = logging.getLogger(__name__)
 CAPABILITY = (9, 0)
 ROWS_OF_A_CONSUMER = 64
+# Keys of a block of the backward kernel.
+BLOCK_N = 128
 # Rows of a descriptor of packed sequences. Coordinates past them are out of bounds, so that a
 # sequence's rows can be laid against that end: see `describe`.
 FAR = 2**30
 _MOST = 0x7FFF0000
-# The keys and values of heads that run side by side: half of an H100's L2.
+# Of heads that run side by side, the keys and values fill half of an H100's L2 at most; more heads
+# than these were no faster where all rows are alike.
 _BYTES_SIDE_BY_SIDE = 24 * 2**20
+_MOST_SIDE_BY_SIDE = 8
 
 
 # A schedule is made on the host: up to so many pieces, in milliseconds.
@@ -64,7 +79,7 @@ def tiles_of(dim: int, dim_v: int, uneven: bool) -> Tiles:
     block_dv = next(size for size in (64, 128, 256) if dim_v <= size)
     widest = max(part * parts, block_dv)
     if widest <= 64:
-        return Tiles(part, parts, block_dv, 128, 4, 2 if uneven else 3, shared_out=False)
+        return Tiles(part, parts, block_dv, 128, 3, 2 if uneven else 3, shared_out=False)
     if widest <= 128:
         return Tiles(part, parts, block_dv, 128, 2, 2, shared_out=False)
     return Tiles(part, parts, block_dv, 64, 2, 2, shared_out=part == block_dv == 256)
@@ -89,7 +104,7 @@ def refusal(kind: Kind, o: Options, q: Tensor, k: Tensor, v: Tensor) -> str | No
         (kind.alibi, "ALiBi isn't written for it"),
         (max(kind.dim, kind.dim_v) <= 32, "small head dims would be padded to 64"),
         (o.max_seqlen_q < least, f"fewer than {least} queries leave its rows empty"),
-        (o.max_seqlen_k <= 512, "encoding four tensor maps costs more than is gained"),
+        (o.max_seqlen_k <= SHORT, "encoding four tensor maps costs more than is gained"),
         (not by_descriptor(kind, q, k, v), "tensor maps can't name such strides"),
         (kind.dim_v % 8 != 0, "nor rows that aren't multiples of 16 bytes"),
         (max(q.numel(), k.numel(), v.numel()) >= 2**40, "nor tensors as large"),
@@ -126,11 +141,17 @@ def describe(t: Tensor, varlen: bool, rows: int, features: int) -> tuple[Any, ..
     return [1, *t.shape], [aligned, *strides, 1], block, layout
 
 
+def flat_layout(rank: int) -> Any:
+    """How a block of fp32 lies in shared memory as it lies in global memory."""
+    from triton.experimental.gluon import language as gl
+
+    return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=rank)
+
+
 def forward(
     kind: Kind, o: Options, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
-    row_strides: tuple[int, int], span_strides: tuple[int, int, int], sinks: bool,
-    portable: Callable[[], Launch],
-) -> OrPortable | None:  # fmt: skip
+    row_strides: tuple[int, int], span_strides: tuple[int, int, int], x: Inputs,
+) -> Scheduled | None:  # fmt: skip
     """The launch of the Hopper kernel, or None where the portable one shall run."""
     if not available(q.device) or refusal(kind, o, q, k, v) is not None:
         return None
@@ -168,21 +189,30 @@ def forward(
         *row_strides, *kind.bias_strides[:2], kind.bias_strides[3], *span_strides[:2],
         o.max_seqlen_q, o.max_seqlen_k, batch_heads, kind.heads, kind.group, blocks, side_by_side,
         total, o.scale, o.softcap, kind.left, kind.right,
-        varlen, kind.softcap, sinks, kind.bias == BOOLEAN, kind.has_left, kind.has_right,
-        o.bottom_right, not varlen and o.max_seqlen_k % bn == 0,
+        varlen, kind.softcap, x.sinks is not None, kind.bias == BOOLEAN, kind.has_left,
+        kind.has_right, o.bottom_right, not varlen and o.max_seqlen_k % bn == 0,
         bm, bn, cut.parts, cut.block_dv, cut.stages, cut.consumers, cut.shared_out,
     )  # fmt: skip
     launch = Launch(
         "hopper_forward", forward_kernel, lambda _: (grid, static), Tile(bm, bn, 4, cut.stages),
         lambda _: described, adjustable=False, describe=TensorDescriptor,
     )  # fmt: skip
-    return OrPortable(launch, (schedule,), portable)
+    spans = out.new_empty(4, dtype=torch.int32) if kind.bias == BOOLEAN else None
+    lse = out.new_empty(4, dtype=torch.float32)
+    bias = x.bias.view(torch.uint8) if x.bias is not None else None
+    pointers = (
+        q, k, v, out, lse, None, None, bias, spans, x.sinks, None, x.cu_seqlens_q, x.cu_seqlens_k,
+        None, schedule,
+    )  # fmt: skip
+    return Scheduled(launch, schedule) if compiles(launch, q.device, pointers) else None
 
 
 def _side_by_side(kind: Kind, o: Options) -> int:
     """How many query heads run side by side: their keys and values shall stay in L2."""
     bytes_a_head = max(1, o.max_seqlen_k * (kind.dim + kind.dim_v) * 2)
     heads = max(1, _BYTES_SIDE_BY_SIDE // bytes_a_head) * kind.group
+    if not (kind.has_left or kind.has_right):
+        heads = min(heads, max(_MOST_SIDE_BY_SIDE, kind.group))
     return min(heads, kind.batch * kind.heads)
 
 
@@ -218,28 +248,191 @@ def schedule_of(costs: list[float], batch_heads: int, side_by_side: int, grid: i
     return [*offsets, *itertools.chain.from_iterable(own), 0]
 
 
-class OrPortable:
-    """Hopper's launch; the portable one from the first call on if that doesn't compile.
+def compiles(launch: Launch, device: torch.device, pointers: tuple[Any, ...]) -> bool:
+    """Whether a launch can be made; if not, the log says why. Nothing is launched."""
+    try:
+        with torch.cuda.device(device):
+            launch.ready(device.index, pointers)
+    except Exception as error:  # Whatever a compiler raises, the portable kernel can do the call.
+        _say_once(f"{type(error).__name__}: {error}".splitlines()[0])
+        return False
+    return True
 
-    more: what the kernel takes after the pointers that both take.
-    """
 
-    def __init__(
-        self, launch: Launch, more: tuple[Tensor | None, ...], portable: Callable[[], Launch]
-    ) -> None:
-        self._chosen = launch
-        self._more = more
-        self._portable: Callable[[], Launch] | None = portable
+class Scheduled(NamedTuple):
+    """A launch with what its kernel takes after the pointers of a call."""
+
+    launch: Launch
+    schedule: Tensor | None
 
     def __call__(self, device: int, *pointers: Any) -> None:
-        if self._portable is not None:
-            try:
-                self._chosen.ready(device, (*pointers, *self._more))
-            except Exception as error:  # Whatever a compiler raises, the call can be done.
-                _say_once(f"{type(error).__name__}: {error}".splitlines()[0])
-                self._chosen, self._more = self._portable(), ()
-            self._portable = None
-        self._chosen(device, *pointers, *self._more)
+        self.launch(device, *pointers, self.schedule)
+
+
+class Backward(NamedTuple):
+    """A backward call's three launches; with `exact`, dQ by the portable kernel instead.
+
+    rows: of the padded statistics, over all heads. words: of dQ's accumulator, in its rows of 256.
+    gradients: size and stride of dQ, dK and dV.
+    """
+
+    prepare: Launch
+    main: Launch
+    finish: Launch | None
+    rows: int
+    words: int
+    gradients: tuple[tuple[Any, Any], ...]
+
+    def buffers(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """base, delta and the accumulator."""
+        base, delta = torch.empty((2, self.rows), dtype=torch.float32, device=device).unbind()
+        total = torch.empty((self.words, 256), dtype=torch.float32, device=device)
+        return base, delta, total
+
+    def __call__(
+        self, x: Inputs, grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor,
+        grad_query: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        """dQ (`grad_query`, if that was made elsewhere), dK, dV, and delta where sinks want it."""
+        q, k, v, dtype, device = x.query, x.key, x.value, x.query.dtype, x.query.device
+        index = q.get_device()
+        for_query, for_key, for_value = self.gradients
+        dk = torch.empty_strided(*for_key, dtype=dtype, device=device)
+        dv = torch.empty_strided(*for_value, dtype=dtype, device=device)
+        base, delta, total = self.buffers(device)
+        rows_delta = torch.empty_like(lse) if x.sinks is not None else None
+        self.prepare(
+            index, out, grad_out, lse, grad_lse, base, delta, total, rows_delta, x.cu_seqlens_q
+        )
+        self.main(
+            index, q, k, v, grad_out, dk, dv, base, delta, total, x.cu_seqlens_q, x.cu_seqlens_k
+        )
+        dq = grad_query
+        if self.finish is not None:
+            dq = torch.empty_strided(*for_query, dtype=dtype, device=device)
+            self.finish(index, total, dq, x.cu_seqlens_q)
+        assert dq is not None
+        return dq, dk, dv, lse if rows_delta is None else rows_delta
+
+
+def backward_refusal(
+    kind: Kind, o: Options, q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor
+) -> str | None:
+    """Why the portable kernels take a call's backward; None where Hopper's do."""
+    reasons: tuple[tuple[bool, str], ...] = (
+        (q.dtype not in (torch.float16, torch.bfloat16), "float32 has no wgmma of its own"),
+        (kind.bias != NONE, "masks and biases aren't written for it"),
+        (kind.dropout, "dropout isn't written for it"),
+        (kind.alibi, "ALiBi isn't written for it"),
+        (max(kind.dim, kind.dim_v) > 128, "dK and dV of 64 rows would take all registers"),
+        (max(kind.dim, kind.dim_v) <= 32, "small head dims would be padded to 64"),
+        (min(o.max_seqlen_q, o.max_seqlen_k) <= SHORT, "encoding the tensor maps costs more"),
+        (not by_descriptor(kind, q, k, v, grad_out), "tensor maps can't name such strides"),
+        (kind.dim % 8 + kind.dim_v % 8 != 0, "nor rows that aren't multiples of 16 bytes"),
+        (_padded_rows(kind, o, q) >= 2**31, "32 bits don't count such rows"),
+    )
+    return next((why for applies, why in reasons if applies), None)
+
+
+def widths(dim: int, dim_v: int) -> tuple[int, int, int]:
+    """For the backward: both head dims as they are padded, and the query rows of a tile."""
+    if max(dim, dim_v) <= 64:
+        return 64, 64, 128
+    return 128, 128 if dim_v > 64 else 64, 64
+
+
+def _rows_of_a_head(kind: Kind, o: Options, q: Tensor) -> int:
+    """Padded to tiles: of one sequence, or of all with room for each one's tail."""
+    block_m = widths(kind.dim, kind.dim_v)[2]
+    if kind.varlen:
+        return (q.shape[0] // block_m + kind.batch) * block_m
+    return int(triton.cdiv(o.max_seqlen_q, block_m)) * block_m
+
+
+def _padded_rows(kind: Kind, o: Options, q: Tensor) -> int:
+    return _rows_of_a_head(kind, o, q) * kind.heads * (1 if kind.varlen else kind.batch)
+
+
+def backward(
+    kind: Kind, o: Options, x: Inputs, grad_out: Tensor, grad_lse: Tensor | None, out: Tensor,
+    lse: Tensor, exact: bool,
+) -> Backward | None:  # fmt: skip
+    """The plan for the Hopper kernels, or None where the portable ones shall run.
+
+    exact: dQ comes from another kernel, as sums in no order would differ from run to run.
+    """
+    q, k, v = x[:3]
+    if not available(q.device) or backward_refusal(kind, o, q, k, v, grad_out) is not None:
+        return None
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from fa_advisor.kernels.hopper import backward as kernels
+
+    varlen, n = kind.varlen, BLOCK_N
+    wide, wide_v, block_m = widths(kind.dim, kind.dim_v)
+    blocks_m, blocks_n = (
+        int(triton.cdiv(o.max_seqlen_q, block_m)), int(triton.cdiv(o.max_seqlen_k, n))
+    )  # fmt: skip
+    padded, rows = _rows_of_a_head(kind, o, q), _padded_rows(kind, o, q)
+    row_strides = (0, padded) if varlen else (kind.heads * padded, padded)
+    words = 16 if exact else max(16, rows * wide // 256)
+    kv_heads = kind.heads // kind.group
+    dq, dk, dv = like(q), like(k), like(v)
+    lse_strides = (0, 0, 0)
+    if grad_lse is not None:
+        s = grad_lse.stride()
+        lse_strides = (0, s[0], s[1]) if varlen else (s[0], s[1], s[2])
+    side = 1
+    if kind.has_right:
+        side = 8 if o.max_seqlen_q < 8192 else 4
+    statistic = ([rows], [1], [block_m], flat_layout(1))
+    described = {
+        0: describe(q, varlen, block_m, wide),
+        1: describe(k, varlen, n, wide),
+        2: describe(v, varlen, n, wide_v),
+        3: describe(grad_out, varlen, block_m, wide_v),
+        4: describe(dk, varlen, n, wide),
+        5: describe(dv, varlen, n, wide_v),
+        6: statistic,
+        7: statistic,
+        8: ([words, 256], [256, 1], [16, 256], flat_layout(2)),
+    }
+    prepare = (
+        *strides3(out, varlen), *strides3(grad_out, varlen), *strides2(lse, varlen), *lse_strides,
+        *row_strides, o.max_seqlen_q, kind.heads, blocks_m,
+        varlen, grad_lse is not None, not exact, kind.dim_v, wide_v, wide, block_m,
+    )  # fmt: skip
+    main = (
+        o.max_seqlen_q, o.max_seqlen_k, kv_heads, kind.batch * kv_heads, kind.group, blocks_n,
+        side, kind.left, kind.right, *row_strides, o.scale, o.softcap,
+        varlen, not varlen and o.max_seqlen_k % n == 0, kind.has_left, kind.has_right,
+        o.bottom_right, kind.softcap, not exact, wide, wide_v, block_m, n,
+    )  # fmt: skip
+    finish = (
+        *strides3(dq, varlen), *row_strides, o.max_seqlen_q, kind.heads, blocks_m, o.scale,
+        varlen, kind.dim, wide, block_m,
+    )  # fmt: skip
+    over_rows = blocks_m * kind.batch * kind.heads
+    plan = Backward(
+        prepare=Launch(
+            "hopper_prepare", kernels.prepare_kernel, lambda _: (over_rows, prepare),
+            Tile(block_m, n, 4, 1), adjustable=False,
+        ),
+        main=Launch(
+            "hopper_backward", kernels.backward_kernel,
+            lambda _: (blocks_n * kind.batch * kv_heads, main), Tile(block_m, n, 4, 2),
+            lambda _: described, adjustable=False, describe=TensorDescriptor,
+        ),
+        finish=None if exact else Launch(
+            "hopper_finish", kernels.finish_kernel, lambda _: (over_rows, finish),
+            Tile(block_m, n, 4, 1), adjustable=False,
+        ),
+        rows=rows,
+        words=words,
+        gradients=tuple((tuple(t.shape), t.stride()) for t in (dq, dk, dv)),
+    )  # fmt: skip
+    pointers = (q, k, v, grad_out, dk, dv, *plan.buffers(q.device), x.cu_seqlens_q, x.cu_seqlens_k)
+    return plan if compiles(plan.main, q.device, pointers) else None
 
 
 @lru_cache
@@ -253,7 +446,7 @@ def _say_once(why: str) -> None:
 @lru_cache
 def available(device: torch.device) -> bool:
     """Whether the device is a Hopper GPU and this Triton has the Gluon that the kernels need."""
-    if os.environ.get("FA_ADVISOR_KERNELS") != "hopper":  # TODO
+    if os.environ.get("FA_ADVISOR_KERNELS") == "portable":
         return False
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != CAPABILITY:
         return False

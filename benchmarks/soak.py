@@ -1,0 +1,146 @@
+"""Ten thousand random shapes through the attention kernels: does one hang, or come out wrong?
+
+    python benchmarks/soak.py               # writes benchmarks/results/soak.json
+
+Random lengths, heads and batches over a fixed set of options, forward and backward, each held
+against torch's own computation in float32: relative error at most 1 % of out and 2 % of a gradient
+in bf16. A watchdog ends a process that makes no progress for a minute. Needs a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import json
+import random
+import subprocess
+import sys
+import time
+from typing import Any
+
+import torch
+from provenance import write
+
+import fa_advisor
+from fa_advisor.kernels import reference
+
+PATIENCE_S = 60
+KINDS: tuple[dict[str, Any], ...] = (
+    {"dim": 64},
+    {"dim": 64, "is_causal": True},
+    {"dim": 128},
+    {"dim": 128, "is_causal": True},
+    {"dim": 128, "is_causal": True, "causal_alignment": "bottom-right"},
+    {"dim": 128, "window": (200, 50)},
+    {"dim": 96, "is_causal": True},
+    {"dim": 256},
+    {"dim": 256, "is_causal": True},
+    {"dim": 64, "is_causal": True, "packed": True},
+    {"dim": 128, "packed": True},
+    {"dim": 128, "is_causal": True, "packed": True},
+)
+
+
+def call(draw: random.Random) -> tuple[dict[str, Any], list[torch.Tensor], dict[str, Any]]:
+    """A random call: what it is, q, k, v, and its options."""
+    kind = dict(draw.choice(KINDS))
+    dim, packed = kind.pop("dim"), kind.pop("packed", False)
+    groups = draw.choice((1, 2))
+    heads = groups * draw.choice((1, 1, 4))
+    told = {"dim": dim, "packed": packed, "heads": heads, "groups": groups, **kind}
+    options: dict[str, Any] = {**kind, "enable_gqa": True}
+
+    def length() -> int:
+        return draw.choice((draw.randint(513, 1400), 128 * draw.randint(5, 10)))
+
+    def made(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+
+    if packed:
+        lengths = [draw.choice((0, 1, draw.randint(1, 300), length())) for _ in range(3)]
+        lengths.append(length())
+        draw.shuffle(lengths)
+        cu = torch.tensor([0, *lengths]).cumsum(0).to("cuda", torch.int32)
+        options |= {"cu_seqlens_q": cu, "cu_seqlens_k": cu}
+        options |= {"max_seqlen_q": max(lengths), "max_seqlen_k": max(lengths)}
+        total = sum(lengths)
+        tensors = [made(total, h, dim) for h in (heads, groups, groups)]
+        return {**told, "lengths": lengths}, tensors, options
+    len_q, len_k, batch = length(), length(), draw.choice((1, 2, 3))
+    tensors = [
+        made(batch, heads, len_q, dim), made(batch, groups, len_k, dim),
+        made(batch, groups, len_k, dim),
+    ]  # fmt: skip
+    return {**told, "len_q": len_q, "len_k": len_k, "batch": batch}, tensors, options
+
+
+def wrong(tensors: list[torch.Tensor], options: dict[str, Any]) -> dict[str, float]:
+    """Relative errors beyond what is allowed, by name."""
+    leaves = [t.requires_grad_() for t in tensors]
+    out = fa_advisor.flash_attention(*leaves, **options)
+    grad = torch.randn_like(out)
+    found = [out, *torch.autograd.grad(out, leaves, grad)]
+    wide = [t.detach().float().requires_grad_() for t in tensors]
+    expected = {
+        name: value for name, value in options.items() if not name.startswith(("max", "en"))
+    }
+    true, _ = reference.attention(*wide, dtype=torch.float32, **expected)
+    truth = [true, *torch.autograd.grad(true, wide, grad.float())]
+    beyond = {}
+    for name, one, other in zip(("out", "dq", "dk", "dv"), found, truth, strict=True):
+        error = float((one.detach().float() - other).norm() / other.norm().clamp(min=1e-6))
+        if not error <= (1e-2 if name == "out" else 2e-2):
+            beyond[name] = error
+    return beyond
+
+
+def worker(seed: int, count: int) -> None:
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+    began, failures = time.time(), []
+    for done in range(count):
+        faulthandler.dump_traceback_later(PATIENCE_S, exit=True)
+        told, tensors, options = call(draw)
+        beyond = wrong(tensors, options)
+        if beyond:
+            failures.append({"call": told, "errors": beyond})
+        if done % 100 == 99:
+            print(json.dumps({"done": done + 1}), file=sys.stderr, flush=True)
+    faulthandler.cancel_dump_traceback_later()
+    print(json.dumps({"done": count, "failures": failures, "seconds": time.time() - began}))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--count", type=int, default=10_000)
+    parser.add_argument("--processes", type=int, default=8)
+    parser.add_argument("--one", type=int, nargs=2, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.one:
+        worker(*args.one)
+        return
+    each = -(-args.count // args.processes)
+    running = [
+        subprocess.Popen(
+            [sys.executable, __file__, "--one", str(seed), str(each)],
+            stdout=subprocess.PIPE, text=True,
+        )
+        for seed in range(args.processes)
+    ]  # fmt: skip
+    rows = []
+    for process in running:
+        text, _ = process.communicate()
+        lines = text.splitlines()
+        rows.append(json.loads(lines[-1]) if process.returncode == 0 and lines else None)
+    figures = {
+        "question": __doc__,
+        "shapes": sum(row["done"] for row in rows if row),
+        "died_or_hung": sum(row is None for row in rows),
+        "wrong": [failure for row in rows if row for failure in row["failures"]],
+        "seconds": max((row["seconds"] for row in rows if row), default=None),
+    }
+    print(write("soak", figures), {**figures, "question": "", "wrong": figures["wrong"][:5]})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,34 @@
+"""What the Hopper kernels share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from fa_advisor.kernels.score import LOG2E
+
+# Rows of a descriptor of packed sequences, far past any: see `plan.describe`.
+FAR = gl.constexpr(2**30)
+
+
+@gluon.constexpr_function
+def accumulator(n: int) -> Any:
+    """The layout of a warpgroup's product, [64, n]."""
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, n, 16])
+
+
+@gluon.jit
+def origin(batch, first, length, VARLEN: gl.constexpr):
+    """The two leading coordinates of a sequence in its descriptor, and where its rows begin."""
+    if VARLEN:
+        return FAR, first + length, FAR - length
+    else:
+        return 0, batch, 0
+
+
+@gluon.jit
+def cheap_tanh(x):
+    """Tanh to about 1e-7: not of its value, but of 1, which is what a capped logit needs."""
+    return 1.0 - 2.0 / (gl.exp2(x * (2.0 * LOG2E)) + 1.0)

@@ -1,0 +1,174 @@
+"""Hopper's own kernels: the same grid as the portable ones', at lengths that reach them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from attention_cases import Case, assert_agrees
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fa_advisor.kernels import launch, repeated
+from fa_advisor.kernels.api import flash_attention
+from fa_advisor.kernels.hopper import plan
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+        reason="no Hopper GPU",
+    ),
+]
+
+HALF = (torch.bfloat16, torch.float16)
+
+
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, bool]]]:
+    """What was planned: forward or backward, and whether for Hopper's kernels."""
+    seen: list[tuple[str, bool]] = []
+    for name in ("forward", "backward"):
+        original = getattr(plan, name)
+
+        def spy(*args: Any, name: str = name, original: Any = original) -> Any:
+            found = original(*args)
+            seen.append((name, found is not None))
+            return found
+
+        monkeypatch.setattr(plan, name, spy)
+    launch._plans.clear()
+    repeated._kinds.clear()
+    yield seen
+    launch._plans.clear()
+    repeated._kinds.clear()
+
+
+@st.composite
+def long_cases(draw: st.DrawFn) -> Case:
+    """Every feature that the Hopper kernels have, crossed; lengths past the portable ones'."""
+    pick: Callable[..., Any] = lambda *values: draw(st.sampled_from(values))  # noqa: E731
+    length = st.integers(513, 1100) | st.sampled_from([640, 1024, 1025])
+    short = st.integers(0, 300) | st.sampled_from([0, 1, 63, 64, 65, 127, 128, 129])
+    kv_heads = pick(1, 2)
+    packed = pick(False, False, True)
+    padding = pick(False, False, False, True) and not packed
+    causal = pick(False, True) and not padding
+    dim = pick(40, 64, 64, 72, 96, 128, 128, 128, 160, 192, 256)
+    lengths = ()
+    if packed:
+        lens = draw(st.lists(st.tuples(short, short), min_size=0, max_size=4))
+        lengths = (*lens, (draw(length), draw(length)), *lens[:2])
+    return Case(
+        batch=pick(1, 2),
+        heads=kv_heads * pick(1, 1, 3),
+        kv_heads=kv_heads,
+        len_q=draw(length),
+        len_k=draw(length),
+        head_dim=dim,
+        value_dim=pick(None, None, None, 48, 128),
+        lengths=lengths,
+        layout=pick("BHLD", "BLHD") if not packed else "BHLD",
+        mask="B11K" if padding else None,
+        mask_kind=pick("bool", "band"),
+        is_causal=causal,
+        window=draw(st.none() | st.none() | st.tuples(st.integers(-1, 700), st.integers(-1, 700))),
+        bottom_right=pick(False, True),
+        softcap=pick(0.0, 0.0, 0.0, 15.0),
+        sinks=pick(False, False, True),
+        magnitude=pick(1.0, 1.0, 4.0),
+    )
+
+
+@pytest.mark.parametrize("shard", range(15))
+@settings(max_examples=15)
+@given(case=long_cases(), dtype=st.sampled_from(HALF))
+def test_every_feature_with_every_other(shard: int, case: Case, dtype: torch.dtype) -> None:
+    assert_agrees(case, "cuda", dtype)
+
+
+PLAIN = {"batch": 2, "heads": 4, "kv_heads": 2, "len_q": 1024, "len_k": 1024}
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("exact", [False, True])
+def test_both_directions_run_on_them(
+    planned: list[tuple[str, bool]], head_dim: int, is_causal: bool, exact: bool
+) -> None:
+    torch.use_deterministic_algorithms(exact)
+    try:
+        case = Case(**PLAIN, head_dim=head_dim, is_causal=is_causal)
+        assert_agrees(case, "cuda", torch.bfloat16)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert planned == [("forward", True), ("backward", True)]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"lengths": ((1024, 1024), (0, 7), (5, 0), (1, 1), (130, 700)), "is_causal": True},
+        {"head_dim": 192, "value_dim": 128},
+        {"head_dim": 256, "is_causal": True},
+        {"mask": "B11K", "mask_kind": "band"},
+        {"window": (100, 30), "bottom_right": True, "len_k": 1500},
+        {"softcap": 20.0, "sinks": True, "is_causal": True},
+        {"layout": "BLHD"},
+    ],
+)
+def test_the_forward_runs_on_them(planned: list[tuple[str, bool]], more: dict[str, Any]) -> None:
+    assert_agrees(Case(**{**PLAIN, "head_dim": 128, **more}), "cuda", torch.bfloat16)
+    assert ("forward", True) in planned
+
+
+def test_a_neighbour_may_hold_anything() -> None:
+    """Packed: a sequence's tiles reach into the next one, whose inf and NaN must not be seen."""
+    lengths = [700, 300, 513]
+    cu = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
+    x = torch.randn(3, sum(lengths), 2, 128, device="cuda", dtype=torch.bfloat16)
+    grad = torch.randn_like(x[0])
+    options: dict[str, Any] = {
+        "cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": 700, "max_seqlen_k": 700,
+        "is_causal": True,
+    }  # fmt: skip
+
+    def run(tensors: torch.Tensor) -> list[torch.Tensor]:
+        leaves = [t.clone().requires_grad_() for t in tensors]
+        out = flash_attention(*leaves, **options)
+        return [out, *torch.autograd.grad(out, leaves, grad)]
+
+    clean = run(x)
+    x[0, 700:1000], x[1, 700:1000], x[2, 700:1000] = float("inf"), float("nan"), float("-inf")
+    for name, dirty, before in zip(("out", "dq", "dk", "dv"), run(x), clean, strict=True):
+        for rows in (slice(0, 700), slice(1000, None)):
+            assert torch.isfinite(dirty[rows]).all(), name
+            error = (dirty[rows] - before[rows]).float().norm() / before[rows].float().norm()
+            assert float(error) < 1e-3, name
+
+
+def test_a_causal_call_can_be_captured_first() -> None:
+    """A schedule is copied to the GPU, which a capture forbids: then the call goes without."""
+    x = torch.randn(1, 2, 700, 64, device="cuda", dtype=torch.bfloat16)
+    expected = flash_attention(x, x, x, is_causal=True)
+    launch._plans.clear()
+    repeated._kinds.clear()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = flash_attention(x, x, x, is_causal=True)
+    graph.replay()
+    assert torch.equal(out, expected)
+
+
+def test_portable_kernels_can_be_asked_for(
+    planned: list[tuple[str, bool]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FA_ADVISOR_KERNELS", "portable")
+    plan.available.cache_clear()
+    try:
+        assert_agrees(Case(**PLAIN, head_dim=64), "cuda", torch.bfloat16)
+    finally:
+        plan.available.cache_clear()
+    assert planned == [("forward", False), ("backward", False)]
