@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from fa_advisor.budgets.table import LAUNCHED_STACK_BYTES
 from fa_advisor.report import load
 from fa_advisor.views.text import to_text
 
@@ -225,7 +226,7 @@ def tiles() -> str:
     for kind, run in itertools.groupby(rows, key=lambda row: [row[name] for name in key]):
         own = list(run)
         first = next(row for row in own if row["fits"])
-        best = min(row["ms"] for row in own if row["launches"])
+        best = min(row["ms"] for row in own if _accepted(row))
         behind.setdefault((kind[0], kind[1]), []).append(first["ms"] / best)
     dims = sorted({dim for _, dim in behind})
     lines = [
@@ -247,10 +248,17 @@ def tiles() -> str:
         f" memory of the one compiled ahead, {found['equal']:,} its registers and stack too;"
         f" {found['ctas_equal']:,} have the driver's count of blocks an SM. Said to fit, but didn't"
         f" launch: {found['said_to_fit_but_failed']}; said not to, but did:"
-        f" {found['said_not_to_fit_but_ran']} (of {found['tiles']:,}). {where['gpu']}, triton"
+        f" {found['said_not_to_fit_but_ran']} (of {found['tiles']:,})."
+        f" {found['spilling_more_than_a_launch_accepts']} spill more than a launch accepts, and"
+        f" don't count as the fastest. {where['gpu']}, triton"
         f" {where['triton']}, bf16, {where['date']}, commit {where['commit']}."
     )
     return "\n".join(lines) + "\n"
+
+
+def _accepted(row: dict[str, Any]) -> bool:
+    """Whether a launch takes the tile, rather than one that spills less."""
+    return row["launches"] and row["loaded"][2] <= LAUNCHED_STACK_BYTES[row["kernel"]]
 
 
 def _mean(ratios: list[float]) -> float:

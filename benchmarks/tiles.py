@@ -2,10 +2,12 @@
 
     python benchmarks/tiles.py --warm       # compile all there is, on every core, measure nothing
     python benchmarks/tiles.py              # writes benchmarks/results/tiles.json
+    python benchmarks/tiles.py --summary    # its rows in today's order, its summary anew; no GPU
 
 For every tile of the grid, of every kernel: what the loaded kernel says it takes against what was
 compiled ahead, the driver's own count of blocks an SM against ours, whether it launches; and its
-time over 40 shapes, against the tile that the budget puts first. bf16. Needs a CUDA device.
+time over 40 shapes, against the tile that the budget puts first. bf16. Needs a CUDA device, but for
+--summary. A tile that spills more than a launch accepts counts neither as first nor as fastest.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import itertools
+import json
 import math
 import os
 import subprocess
@@ -23,12 +26,16 @@ from typing import Any
 import torch
 import triton
 from attention import ours, random_tensors
-from provenance import write
+from provenance import RESULTS, provenance
 from triton.runtime.errors import OutOfResources
 
 import fa_advisor
+from fa_advisor.budgets.grid import Candidate
+from fa_advisor.budgets.table import LAUNCHED_STACK_BYTES, Problem, budget_of, budget_table
 from fa_advisor.kernels import launch, launcher
 from fa_advisor.kernels.tiles import Tile
+from fa_advisor.probes.gpus import lookup
+from fa_advisor.records import Compiled, TileConfig
 
 # Heads by head dim, batches by length: 8 to 16 thousand tokens times heads in each.
 HEADS = {64: 32, 96: 16, 128: 16, 192: 8, 256: 8}
@@ -105,17 +112,53 @@ def measured(d: int, n: int, causal: bool, *, warm: bool) -> Iterator[dict[str, 
         yield row
 
 
-def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """How often the two agree, and how far the first tile is from the best."""
-    loaded = [row for row in rows if row["launches"] and row["basis"] == "compiled"]
-    behind: dict[str, list[float]] = {}
+def kinds(rows: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    """The rows of each shape and kernel."""
     key = ("head_dim", "length", "causal", "kernel")
     for _, run in itertools.groupby(rows, key=lambda row: [row[name] for name in key]):
-        own = list(run)
-        timed = [row for row in own if row["launches"]]
+        yield list(run)
+
+
+def in_order(rows: list[dict[str, Any]], gpu: str) -> list[dict[str, Any]]:
+    """The rows as the budget of today predicts and puts them, from what was compiled then."""
+    device, found = lookup(gpu), []
+    for own in kinds(rows):
+        head_dim, causal = own[0]["head_dim"], own[0]["causal"]
+        problem = Problem(
+            head_dim=head_dim, value_head_dim=head_dim, dtype="bf16", is_causal=causal
+        )
+        by_tile, budgets = {}, []
+        for row in own:
+            tile = TileConfig(
+                **dict(
+                    zip(
+                        ("block_m", "block_n", "num_warps", "num_stages"), row["tile"], strict=False
+                    )
+                )
+            )
+            compiled = Compiled(
+                registers=row["registers"], stack_bytes=row["spill"] or 0, smem_bytes=row["smem"]
+            )
+            exact = compiled if row["basis"] == "compiled" else None
+            budgets.append(budget_of(Candidate(row["kernel"], tile), problem, device, exact))
+            by_tile[tuple(row["tile"][:4])] = row
+        for each in budget_table(budgets, problem, device).budgets:
+            row = by_tile[each.block_m, each.block_n, each.num_warps, each.num_stages]
+            time = None if each.time_ms is None else round(each.time_ms, 5)
+            found.append({**row, "predicted_ms": time})
+    return found
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """How often the two agree, and how far the first tile is from the best."""
+    ran = [row for row in rows if row["launches"]]
+    loaded = [row for row in ran if row["basis"] == "compiled"]
+    behind: dict[str, list[float]] = {}
+    for own in kinds(rows):
+        accepted = [row for row in own if row["launches"] and not refused(row)]
         first = next(row for row in own if row["fits"])  # In the budget's order.
-        if timed and first["launches"]:
-            ratio = first["ms"] / min(row["ms"] for row in timed)
+        if accepted and first["launches"]:
+            ratio = first["ms"] / min(row["ms"] for row in accepted)
             behind.setdefault(first["kernel"], []).append(ratio)
     return {
         "tiles": len(rows),
@@ -126,6 +169,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "ctas_equal": sum(row["ctas"] == row["driver_ctas"] for row in loaded),
         "said_to_fit_but_failed": sum(row["fits"] and not row["launches"] for row in rows),
         "said_not_to_fit_but_ran": sum(not row["fits"] and row["launches"] for row in rows),
+        "spilling_more_than_a_launch_accepts": sum(map(refused, ran)),
         "first_over_best": {
             kernel: {
                 "geometric mean": math.exp(sum(map(math.log, ratios)) / len(ratios)),
@@ -137,12 +181,35 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def refused(row: dict[str, Any]) -> bool:
+    """Whether a launch leaves the tile, as it was loaded, for a lighter one."""
+    return bool(row["loaded"][2] > LAUNCHED_STACK_BYTES[row["kernel"]])
+
+
+def save(figures: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    """A line a row: there are two thousand."""
+    head = json.dumps(figures, indent=2).removesuffix("\n}")
+    lines = ",\n".join(f"    {json.dumps(row)}" for row in rows)
+    (RESULTS / "tiles.json").write_text(f'{head},\n  "rows": [\n{lines}\n  ]\n}}\n')
+
+
+def summarise() -> None:
+    """What was measured, held against the budget of today."""
+    figures = json.loads((RESULTS / "tiles.json").read_text())
+    rows = in_order(figures.pop("rows"), figures["provenance"]["gpu"])
+    figures["summary"] = summary(rows)
+    now = provenance()
+    figures["budget"] = {name: now[name] for name in ("date", "commit")}
+    save(figures, rows)
+    print(figures["summary"])
+
+
 def warm() -> None:
     """Compile in as many processes as there are cores: a head dim and causality each."""
-    kinds = list(itertools.product(HEADS, (False, True)))
+    calls = list(itertools.product(HEADS, (False, True)))
     running = [
         subprocess.Popen([sys.executable, __file__, "--warm", str(d), str(int(causal))])
-        for d, causal in kinds
+        for d, causal in calls
     ]
     for each in running:
         each.wait()
@@ -152,7 +219,12 @@ def main() -> None:
     """Measure, print and write."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--warm", nargs="*")
-    given = parser.parse_args().warm
+    parser.add_argument("--summary", action="store_true")
+    arguments = parser.parse_args()
+    if arguments.summary:
+        summarise()
+        return
+    given = arguments.warm
     if given == []:
         warm()
         return
@@ -164,9 +236,9 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for d, n, causal in SHAPES:
         rows += measured(d, n, causal, warm=False)
-        figures = {"question": __doc__, "summary": summary(rows), "rows": rows}
-        write("tiles", figures)
-        print(d, n, "causal" if causal else "full", figures["summary"]["first_over_best"])
+        found = summary(rows)
+        save({"question": __doc__, "summary": found, "provenance": provenance()}, rows)
+        print(d, n, "causal" if causal else "full", found["first_over_best"])
     print(summary(rows))
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fa_advisor.budgets.grid import Candidate
+from fa_advisor.budgets.grid import Candidate, Kernel
 from fa_advisor.budgets.model import TENSOR_COLUMNS, estimate, predicted_ms
 from fa_advisor.budgets.occupancy import occupancy
 from fa_advisor.records import BudgetTable, Compiled, DeviceSpec, TileBudget, TileConfig
@@ -15,6 +16,9 @@ MAX_HEAD_DIM = 256
 ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 # A stack frame up to this is a few values kept in L1.
 NEGLIGIBLE_SPILL_BYTES = 96
+# A stack frame over which a launch of a bundled kernel leaves a tile for a lighter one, as
+# fa_advisor.kernels.launcher has it.
+LAUNCHED_STACK_BYTES: dict[str, int] = {"forward": 128, "keys": 256, "queries": 128}
 # Products of a thread in one of exact fp32's: above it a compile takes half a minute and more.
 _MOST_UNROLLED = 1024
 BATCH, HEADS, LENGTH = 4, 16, 4096
@@ -113,8 +117,25 @@ def budget_of(
         in_registers=dict(modelled.in_registers),
         time_ms=time_ms,
         error=compiled.error if compiled is not None else None,
-        warnings=own_warnings(smem, columns, spilled, would_spill, device),
+        warnings=(
+            *own_warnings(smem, columns, spilled, would_spill, device),
+            *_refusal(candidate.kernel, spilled),
+        ),
     )
+
+
+def refused(row: TileBudget) -> bool:
+    """Whether a launch leaves a tile of a bundled kernel for a lighter one: by what was compiled,
+    not by the model."""
+    bundled = row.smem_modelled_bytes is not None
+    return bundled and (row.spill_bytes or 0) > LAUNCHED_STACK_BYTES.get(row.kernel, math.inf)
+
+
+def _refusal(kernel: Kernel, spilled: int | None) -> tuple[str, ...]:
+    most = LAUNCHED_STACK_BYTES[kernel]
+    if (spilled or 0) <= most:
+        return ()
+    return (f"not to be used: over {most} bytes of stack a launch takes a lighter tile instead",)
 
 
 def own_warnings(
@@ -144,8 +165,8 @@ def budget_table(
 ) -> BudgetTable:
     """The rows in the order of use, with what only shows between them.
 
-    Order within a kernel: tiles that fit, with a result; then by predicted time; then by shared
-    memory. `padded`: whether the kernels pad head dims, as the bundled ones do.
+    Order within a kernel: tiles that fit, with a result, that a launch accepts; then by predicted
+    time; then by shared memory. `padded`: whether the kernels pad head dims, as those bundled do.
     """
     by_kernel: dict[str, list[TileBudget]] = {}
     for row in rows:
@@ -169,9 +190,10 @@ def budget_table(
 
 
 def best_tile(budgets: Iterable[TileBudget]) -> TileConfig | None:
-    """The tile to use: of one kernel's budgets in the table's order, the first that fits."""
+    """The tile to use: of one kernel's budgets in the table's order, the first that fits and that
+    a launch accepts."""
     for row in budgets:
-        if row.fits and row.error is None:
+        if row.fits and row.error is None and not refused(row):
             return TileConfig(
                 block_m=row.block_m,
                 block_n=row.block_n,
@@ -193,12 +215,20 @@ def _padded(dim: int) -> int:
     return max(16, 1 << (dim - 1).bit_length())
 
 
-def _rank(row: TileBudget) -> tuple[bool, bool, float, bool, float, int]:
+def _rank(row: TileBudget) -> tuple[bool, bool, bool, float, bool, float, int]:
     """Lowest first. Where nothing says how long a kernel takes, the work in flight on an SM for
     each load of keys decides, after spills."""
     time = float("inf") if row.time_ms is None else row.time_ms
     work = row.occupancy * row.block_m * row.block_n
-    return not row.fits, row.error is not None, time, _spills_much(row), -work, row.smem_bytes
+    return (
+        not row.fits,
+        row.error is not None,
+        refused(row),
+        time,
+        _spills_much(row),
+        -work,
+        row.smem_bytes,
+    )
 
 
 def _spills_much(row: TileBudget) -> bool:
@@ -284,9 +314,13 @@ def _explained(own: Sequence[TileBudget], device: DeviceSpec) -> str:
     }[winner.limiter]
     spills = f", {_spilling(winner)}."
     first = f"{_named(winner)} keeps {blocks} on each SM ({limit}){spills}"
+    if refused(winner):
+        return f"{first} A launch accepts none of these tiles: it takes a lighter one instead."
     behind = next((row for row in own[1:] if row.fits and row.error is None), None)
     if behind is None:
         return f"{first} It is the only one that fits." if len(own) > 1 else first
+    if refused(behind):
+        return f"{first} It is the only one that a launch accepts."
     if winner.time_ms is None or behind.time_ms is None:
         beside = f"{behind.ctas_per_sm} block{'s' * (behind.ctas_per_sm != 1)} on each SM"
         return (

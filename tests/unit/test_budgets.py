@@ -15,10 +15,12 @@ from fa_advisor.budgets import api
 from fa_advisor.budgets.grid import KERNELS, Candidate, Direction, candidates
 from fa_advisor.budgets.occupancy import Occupancy, occupancy
 from fa_advisor.budgets.table import (
+    LAUNCHED_STACK_BYTES,
     Problem,
     best_tile,
     budget_of,
     budget_table,
+    refused,
     textbook_smem_bytes,
 )
 from fa_advisor.errors import UsageError
@@ -112,6 +114,39 @@ def test_a_tile_beyond_tensor_memory_does_not_fit() -> None:
     ):  # fmt: skip
         assert not row.fits and row.ctas_per_sm == 0
         assert any("columns of tensor memory, of 512 there are" in w for w in row.warnings)
+
+
+def test_a_tile_that_a_launch_refuses_does_not_come_first() -> None:
+    """On an H200 the first of these is the faster; a launch takes a lighter one in its place."""
+    gpu, asked = lookup("h200"), problem(256, is_causal=True)
+    heavy = budget_of(
+        Candidate("keys", tile(64, 64, 8, 2)), asked, gpu,
+        Compiled(registers=255, stack_bytes=304, smem_bytes=197_696),
+    )  # fmt: skip
+    light = budget_of(
+        Candidate("keys", tile(32, 32, 4, 2)), asked, gpu,
+        Compiled(registers=255, stack_bytes=56, smem_bytes=100_000),
+    )  # fmt: skip
+    assert heavy.fits and heavy.time_ms is not None and light.time_ms is not None
+    assert refused(heavy) and not refused(light)
+    assert not any("not to be used" in warning for warning in light.warnings)
+    table = budget_table([replace(heavy, time_ms=light.time_ms / 2), light], asked, gpu)
+    assert [row.block_m for row in table.budgets] == [32, 64]
+    assert best_tile(table.budgets) == tile(32, 32, 4, 2)
+    assert "the only one that a launch accepts" in table.explanations["keys"]
+    said = "not to be used: over 256 bytes of stack a launch takes a lighter tile instead"
+    assert said in heavy.warnings and said in " ".join(to_text((table,), width=200).split())
+    alone = budget_table([heavy], asked, gpu)
+    assert best_tile(alone.budgets) is None
+    assert "accepts none of these tiles" in alone.explanations["keys"]
+    # Nothing is known of the launches of somebody's own kernel, whatever its name.
+    assert not refused(replace(heavy, smem_modelled_bytes=None))
+
+
+def test_what_a_launch_refuses_is_what_the_launcher_says() -> None:
+    launcher = pytest.importorskip("fa_advisor.kernels.launcher", reason="no Triton")
+    limits = dict.fromkeys(LAUNCHED_STACK_BYTES, launcher._MOST_STACK_BYTES_ELSEWHERE)
+    assert {**limits, **launcher._MOST_STACK_BYTES} == LAUNCHED_STACK_BYTES
 
 
 def test_what_only_shows_between_rows() -> None:
