@@ -5,9 +5,15 @@ H heads, Lq and Lk lengths, D and Dv head dims.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from fa_advisor.kernels import reference
 from fa_advisor.kernels.api import flash_attention
 
 MAX_HEAD_DIM = 256
@@ -119,7 +125,65 @@ def attend(
     """
     if mask is not None and mask.dtype not in (torch.bool, torch.float32, computing_dtype(query)):
         mask = mask.to(computing_dtype(query))
+    if (dtype := _rounded.get()) is not None:
+        return _exact(query, key, value, mask, is_causal, scale, softcap, sinks, dtype)
     return flash_attention(
         query, key, value, mask, dropout_p, is_causal, scale, enable_gqa=True, softcap=softcap,
         sinks=sinks,
     )  # fmt: skip
+
+
+_rounded: ContextVar[torch.dtype | None] = ContextVar("_rounded", default=None)
+
+
+@contextmanager
+def exact_but_for_the_output(dtype: torch.dtype) -> Iterator[None]:
+    """`attend` computes in float64, but its backward takes sum(dO * O) of an O rounded to `dtype`.
+
+    That is what every flash backward does, however exact it is in all else.
+    """
+    token = _rounded.set(dtype)
+    try:
+        yield
+    finally:
+        _rounded.reset(token)
+
+
+class _RoundedOutput(torch.autograd.Function):
+    """out as it is; to backward the rounding looks like a gradient of the log-sum-exp."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, lse: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.save_for_backward(out.to(dtype).to(out.dtype) - out)
+        return out.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor, None]:
+        (noise,) = ctx.saved_tensors
+        return grads[0], -(grads[0] * noise).sum(-1), None
+
+
+def _exact(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    softcap: float,
+    sinks: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    lead = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3])
+    q, k, v = (
+        each.expand(*lead, *each.shape[-3:]).reshape(-1, *each.shape[-3:])
+        for each in (query, key, value)
+    )
+    if mask is not None and mask.dim() > 2:
+        full = (*lead, *mask.shape[-3:])
+        mask = mask.expand(full).reshape(-1, *mask.shape[-3:])
+    out, lse = reference.attention(
+        q, k, v, mask, is_causal=is_causal, scale=scale, softcap=softcap, sinks=sinks
+    )
+    rounded: Tensor = _RoundedOutput.apply(out, lse, dtype)  # type: ignore[no-untyped-call]
+    return rounded.reshape(*lead, *out.shape[-3:])
