@@ -4,7 +4,9 @@
 
 Random lengths, heads and batches over a fixed set of options, forward and backward, each held
 against torch's own computation in float32: relative error at most 1 % of out and 2 % of a gradient
-in bf16. A watchdog ends a process that makes no progress for a minute. Needs a GPU.
+in bf16. A watchdog ends a process that makes no progress for a minute; of one that dies, the result
+holds the call that it was at and what it last said. The Hopper kernels are asked for, unless
+FA_ADVISOR_KERNELS says otherwise. Needs a GPU.
 """
 
 from __future__ import annotations
@@ -12,10 +14,12 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import json
+import os
 import random
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -38,6 +42,15 @@ KINDS: tuple[dict[str, Any], ...] = (
     {"dim": 64, "is_causal": True, "packed": True},
     {"dim": 128, "packed": True},
     {"dim": 128, "is_causal": True, "packed": True},
+    # What only the portable kernels do.
+    {"dim": 33, "short": True},
+    {"dim": 64, "short": True, "is_causal": True},
+    {"dim": 128, "short": True, "mask": "bool"},
+    {"dim": 72, "short": True, "mask": "additive"},
+    {"dim": 256, "short": True, "mask": "bool"},
+    {"dim": 64, "mask": "bool"},
+    {"dim": 128, "mask": "additive"},
+    {"dim": 100, "short": True, "packed": True, "softcap": 20.0},
 )
 
 
@@ -45,12 +58,17 @@ def call(draw: random.Random) -> tuple[dict[str, Any], list[torch.Tensor], dict[
     """A random call: what it is, q, k, v, and its options."""
     kind = dict(draw.choice(KINDS))
     dim, packed = kind.pop("dim"), kind.pop("packed", False)
+    short, mask = kind.pop("short", False), kind.pop("mask", None)
     groups = draw.choice((1, 2))
     heads = groups * draw.choice((1, 1, 4))
-    told = {"dim": dim, "packed": packed, "heads": heads, "groups": groups, **kind}
+    told = {
+        "dim": dim, "packed": packed, "mask": mask, "heads": heads, "groups": groups, **kind
+    }  # fmt: skip
     options: dict[str, Any] = {**kind, "enable_gqa": True}
 
     def length() -> int:
+        if short:
+            return draw.choice((1, draw.randint(2, 300), 64 * draw.randint(1, 5)))
         return draw.choice((draw.randint(513, 1400), 128 * draw.randint(5, 10)))
 
     def made(*shape: int) -> torch.Tensor:
@@ -71,6 +89,11 @@ def call(draw: random.Random) -> tuple[dict[str, Any], list[torch.Tensor], dict[
         made(batch, heads, len_q, dim), made(batch, groups, len_k, dim),
         made(batch, groups, len_k, dim),
     ]  # fmt: skip
+    if mask is not None:
+        shape = [draw.choice((1, size)) for size in (batch, heads, len_q)] + [len_k]
+        bias = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+        options["attn_mask"] = bias > -1 if mask == "bool" else bias
+        told["mask_shape"] = shape
     return {**told, "len_q": len_q, "len_k": len_k, "batch": batch}, tensors, options
 
 
@@ -98,14 +121,13 @@ def worker(seed: int, count: int) -> None:
     draw = random.Random(seed)
     torch.manual_seed(seed)
     began, failures = time.time(), []
-    for done in range(count):
+    for _ in range(count):
         faulthandler.dump_traceback_later(PATIENCE_S, exit=True)
         told, tensors, options = call(draw)
+        print(json.dumps({"at": told}), flush=True)
         beyond = wrong(tensors, options)
         if beyond:
             failures.append({"call": told, "errors": beyond})
-        if done % 100 == 99:
-            print(json.dumps({"done": done + 1}), file=sys.stderr, flush=True)
     faulthandler.cancel_dump_traceback_later()
     print(json.dumps({"done": count, "failures": failures, "seconds": time.time() - began}))
 
@@ -116,6 +138,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=8)
     parser.add_argument("--one", type=int, nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    os.environ.setdefault("FA_ADVISOR_KERNELS", "hopper")
     if args.one:
         worker(*args.one)
         return
@@ -123,21 +146,27 @@ def main() -> None:
     running = [
         subprocess.Popen(
             [sys.executable, __file__, "--one", str(seed), str(each)],
-            stdout=subprocess.PIPE, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )
         for seed in range(args.processes)
     ]  # fmt: skip
-    rows = []
-    for process in running:
-        text, _ = process.communicate()
-        lines = text.splitlines()
-        rows.append(json.loads(lines[-1]) if process.returncode == 0 and lines else None)
+    with ThreadPoolExecutor(args.processes) as pool:
+        ends = list(pool.map(lambda process: process.communicate(), running))
+    rows: list[dict[str, Any]] = []
+    dead = []
+    for seed, (process, (text, said)) in enumerate(zip(running, ends, strict=True)):
+        last = json.loads((text.splitlines() or ["{}"])[-1])
+        if process.returncode == 0:
+            rows.append(last)
+        else:
+            status = process.returncode
+            dead.append({"seed": seed, "status": status, **last, "said": said[-1500:]})
     figures = {
         "question": __doc__,
-        "shapes": sum(row["done"] for row in rows if row),
-        "died_or_hung": sum(row is None for row in rows),
-        "wrong": [failure for row in rows if row for failure in row["failures"]],
-        "seconds": max((row["seconds"] for row in rows if row), default=None),
+        "shapes": sum(row["done"] for row in rows),
+        "died_or_hung": dead,
+        "wrong": [failure for row in rows for failure in row["failures"]],
+        "seconds": max((row["seconds"] for row in rows), default=None),
     }
     print(write("soak", figures), {**figures, "question": "", "wrong": figures["wrong"][:5]})
 

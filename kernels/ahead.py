@@ -106,7 +106,8 @@ def usage_of(config: Config) -> Usage:
     constants.setdefault("TMA", capability >= 90 and not exact and dim >= 8 and dim_v >= 8)
     bias: int = constants["BIAS"]
     constants |= dict.fromkeys(("BIAS_B", "BIAS_H", "BIAS_M", "BIAS_N"), bias != 0)
-    absent = {"sinks", "slopes"}
+    absent = set() if constants["SINKS"] else {"sinks"}
+    absent |= set() if constants["ALIBI"] else {"slopes"}
     absent |= set() if constants["VARLEN"] else {"cu_q", "cu_k"}
     absent |= set() if constants["DROPOUT"] else {"seeds"}
     absent |= set() if bias else {"bias"}
@@ -127,9 +128,9 @@ def usage_of(config: Config) -> Usage:
         elif name in streamed:
             width = constants["BLOCK_DV" if name in _VALUES else "BLOCK_D"]
             signature[name] = f"tensordesc<{dtype}[1,1,{rows[streamed[name]]},{width}]>"
-        elif name in _OPERANDS:
+        elif name in _OPERANDS or name == "sinks":
             signature[name], aligned = f"*{dtype}", True
-        elif name in _STATISTICS:
+        elif name in _STATISTICS or name == "slopes":
             signature[name], aligned = "*fp32", True
         elif name == "bias":
             signature[name], aligned = ("*u8" if bias == 1 else f"*{dtype}"), True

@@ -26,8 +26,21 @@ pytestmark = [
 HALF = (torch.bfloat16, torch.float16)
 
 
+@pytest.fixture(autouse=True)
+def asked_for(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("FA_ADVISOR_KERNELS", "hopper")
+    plan.available.cache_clear()
+    launch._plans.clear()
+    repeated._kinds.clear()
+    yield
+    monkeypatch.undo()
+    plan.available.cache_clear()
+    launch._plans.clear()
+    repeated._kinds.clear()
+
+
 @pytest.fixture
-def planned(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, bool]]]:
+def planned(asked_for: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, bool]]]:
     """What was planned: forward or backward, and whether for Hopper's kernels."""
     seen: list[tuple[str, bool]] = []
     for name in ("forward", "backward"):
@@ -39,11 +52,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, bool]]]
             return found
 
         monkeypatch.setattr(plan, name, spy)
-    launch._plans.clear()
-    repeated._kinds.clear()
     yield seen
-    launch._plans.clear()
-    repeated._kinds.clear()
 
 
 @st.composite
@@ -162,13 +171,10 @@ def test_a_causal_call_can_be_captured_first() -> None:
     assert torch.equal(out, expected)
 
 
-def test_portable_kernels_can_be_asked_for(
+def test_portable_kernels_run_unless_these_are_asked_for(
     planned: list[tuple[str, bool]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("FA_ADVISOR_KERNELS", "portable")
+    monkeypatch.delenv("FA_ADVISOR_KERNELS")
     plan.available.cache_clear()
-    try:
-        assert_agrees(Case(**PLAIN, head_dim=64), "cuda", torch.bfloat16)
-    finally:
-        plan.available.cache_clear()
+    assert_agrees(Case(**PLAIN, head_dim=64), "cuda", torch.bfloat16)
     assert planned == [("forward", False), ("backward", False)]
