@@ -235,12 +235,13 @@ def tiles() -> str:
         + " | all |",
         "|---|" + "---|" * (len(dims) + 1),
     ]
-    for kernel, names in (("forward", "forward"), ("keys", "dK, dV"), ("queries", "dQ")):
+    for kernel, names in _NAMES:
         kinds = [behind[kernel, dim] for dim in dims]
         every = [ratio for kind in kinds for ratio in kind]
         cells = [f"{_mean(each):.3f} ({max(each):.2f})" for each in (*kinds, every)]
         lines.append(f"| {names} | {' | '.join(cells)} |")
     found, where = result["summary"], result["provenance"]
+    modelled = found["modelled_first_over_best"]
     shapes = len({(row["head_dim"], row["length"], row["causal"]) for row in rows})
     smem = sum(row["smem"] == row["loaded"][0] for row in rows if row["launches"])
     lines.append(
@@ -250,7 +251,17 @@ def tiles() -> str:
         f" launch: {found['said_to_fit_but_failed']}; said not to, but did:"
         f" {found['said_not_to_fit_but_ran']} (of {found['tiles']:,})."
         f" {found['spilling_more_than_a_launch_accepts']} spill more than a launch accepts, and"
-        f" don't count as the fastest. {where['gpu']}, triton"
+        " don't count as the fastest. With `--modelled`, mean (worst): "
+        + ", ".join(
+            f"{names} {modelled[kernel]['geometric mean']:.3f} ({modelled[kernel]['worst']:.2f})"
+            + (
+                f" but for {modelled[kernel]['refused']} whose first tile a launch refuses"
+                if modelled[kernel]["refused"]
+                else ""
+            )
+            for kernel, names in _NAMES
+        )
+        + f". {where['gpu']}, triton"
         f" {where['triton']}, bf16, {where['date']}, commit {where['commit']}."
     )
     return "\n".join(lines) + "\n"
@@ -266,6 +277,7 @@ def _mean(ratios: list[float]) -> float:
 
 
 _WAYS = ("forward", "backward")
+_NAMES = (("forward", "forward"), ("keys", "dK, dV"), ("queries", "dQ"))
 FIGURES: dict[str, Callable[[], str]] = {
     "demo": demo,
     "peaks": peaks,

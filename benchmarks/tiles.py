@@ -119,8 +119,11 @@ def kinds(rows: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
         yield list(run)
 
 
-def in_order(rows: list[dict[str, Any]], gpu: str) -> list[dict[str, Any]]:
-    """The rows as the budget of today predicts and puts them, from what was compiled then."""
+def in_order(
+    rows: list[dict[str, Any]], gpu: str, *, modelled: bool = False
+) -> list[dict[str, Any]]:
+    """The rows as the budget of today predicts and puts them, from what was compiled then; or
+    `modelled`, as where nothing is."""
     device, found = lookup(gpu), []
     for own in kinds(rows):
         head_dim, causal = own[0]["head_dim"], own[0]["causal"]
@@ -139,7 +142,7 @@ def in_order(rows: list[dict[str, Any]], gpu: str) -> list[dict[str, Any]]:
             compiled = Compiled(
                 registers=row["registers"], stack_bytes=row["spill"] or 0, smem_bytes=row["smem"]
             )
-            exact = compiled if row["basis"] == "compiled" else None
+            exact = compiled if row["basis"] == "compiled" and not modelled else None
             budgets.append(budget_of(Candidate(row["kernel"], tile), problem, device, exact))
             by_tile[tuple(row["tile"][:4])] = row
         for each in budget_table(budgets, problem, device).budgets:
@@ -153,13 +156,6 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """How often the two agree, and how far the first tile is from the best."""
     ran = [row for row in rows if row["launches"]]
     loaded = [row for row in ran if row["basis"] == "compiled"]
-    behind: dict[str, list[float]] = {}
-    for own in kinds(rows):
-        accepted = [row for row in own if row["launches"] and not refused(row)]
-        first = next(row for row in own if row["fits"])  # In the budget's order.
-        if accepted and first["launches"]:
-            ratio = first["ms"] / min(row["ms"] for row in accepted)
-            behind.setdefault(first["kernel"], []).append(ratio)
     return {
         "tiles": len(rows),
         "equal": sum(
@@ -170,14 +166,34 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "said_to_fit_but_failed": sum(row["fits"] and not row["launches"] for row in rows),
         "said_not_to_fit_but_ran": sum(not row["fits"] and row["launches"] for row in rows),
         "spilling_more_than_a_launch_accepts": sum(map(refused, ran)),
-        "first_over_best": {
-            kernel: {
-                "geometric mean": math.exp(sum(map(math.log, ratios)) / len(ratios)),
-                "worst": max(ratios),
-                "shapes": len(ratios),
-            }
-            for kernel, ratios in behind.items()
-        },
+        "first_over_best": first_over_best(rows),
+    }
+
+
+def first_over_best(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """By kernel, how far the first tile is from the fastest that a launch accepts; and how often a
+    launch wouldn't accept the first itself, which has no say in that."""
+    behind: dict[str, list[float]] = {}
+    turned_down: dict[str, int] = {}
+    for own in kinds(rows):
+        accepted = [row for row in own if row["launches"] and not refused(row)]
+        first = next(row for row in own if row["fits"])  # In the budget's order.
+        if not accepted or not first["launches"]:
+            continue
+        kernel = first["kernel"]
+        behind.setdefault(kernel, [])
+        if refused(first):
+            turned_down[kernel] = turned_down.get(kernel, 0) + 1
+        else:
+            behind[kernel].append(first["ms"] / min(row["ms"] for row in accepted))
+    return {
+        kernel: {
+            "geometric mean": math.exp(sum(map(math.log, ratios)) / len(ratios)),
+            "worst": max(ratios),
+            "shapes": len(ratios),
+            "refused": turned_down.get(kernel, 0),
+        }
+        for kernel, ratios in behind.items()
     }
 
 
@@ -196,8 +212,10 @@ def save(figures: dict[str, Any], rows: list[dict[str, Any]]) -> None:
 def summarise() -> None:
     """What was measured, held against the budget of today."""
     figures = json.loads((RESULTS / "tiles.json").read_text())
-    rows = in_order(figures.pop("rows"), figures["provenance"]["gpu"])
-    figures["summary"] = summary(rows)
+    measured_rows, gpu = figures.pop("rows"), figures["provenance"]["gpu"]
+    rows = in_order(measured_rows, gpu)
+    modelled = first_over_best(in_order(measured_rows, gpu, modelled=True))
+    figures["summary"] = {**summary(rows), "modelled_first_over_best": modelled}
     now = provenance()
     figures["budget"] = {name: now[name] for name in ("date", "commit")}
     save(figures, rows)
@@ -239,7 +257,7 @@ def main() -> None:
         found = summary(rows)
         save({"question": __doc__, "summary": found, "provenance": provenance()}, rows)
         print(d, n, "causal" if causal else "full", found["first_over_best"])
-    print(summary(rows))
+    summarise()
 
 
 if __name__ == "__main__":

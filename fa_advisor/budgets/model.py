@@ -36,9 +36,10 @@ class Estimate:
 
     smem_bytes: of a block; `holders` says who has it. registers: of a thread. spills: the compiler
     would keep more than `MOST_STACK_BYTES` of stack. in_registers: bytes of a block, by what is
-    held in registers (on 10.x in part in tensor memory). stack_bytes: of a thread; 0, or what
-    spills, very roughly. tensor_columns: of tensor memory, on 10.x; a tile that wants more than
-    `TENSOR_COLUMNS` compiles, to a stub that can't be launched.
+    held in registers (on 10.x in part in tensor memory). stack_bytes: of a thread, roughly: what
+    it wants over the registers there are, where `spills` is said sooner, to miss few.
+    tensor_columns: of tensor memory, on 10.x; a tile that wants more than `TENSOR_COLUMNS`
+    compiles, to a stub that can't be launched.
     """
 
     smem_bytes: int
@@ -77,7 +78,7 @@ def estimate(
         spills=wanted > enough,
         holders=holders,
         in_registers=shape.in_registers(),
-        stack_bytes=MOST_STACK_BYTES + 4 * math.ceil(wanted - enough) if wanted > enough else 0,
+        stack_bytes=4 * math.ceil(max(0.0, wanted - MAX_REGISTERS)),
         tensor_columns=shape.tensor_columns(),
     )
 
@@ -106,19 +107,14 @@ def predicted_ms(
 ) -> float:
     """Milliseconds of a kernel on `device`: good for putting tiles in order.
 
-    A round of a block's loop takes tensor cores (and the shared memory that they read: `busy`) and
-    the other units (`softmax`, spills included), and something that only other blocks on the SM can
-    hide. One block alone takes the sum. Any number takes at least what the busier of the two does;
-    what is over that is shared out among the blocks (a little worse than evenly). To a block's
-    rounds come a start and an end, and to its work those of all that the SM runs in turn.
+    A round of a block's loop takes the tensor cores (or the shared memory that they read, if that
+    takes longer: `busy`), the other units (`softmax`, spills included), and a time of waiting. One
+    block alone takes the sum. Any number of them on an SM takes at least what the busier of the two
+    does; what is over that they hide for each other. To a block's rounds come a start and an end,
+    and to its work those of all that the SM runs in turn.
 
-    Registers and shared memory count through `ctas_per_sm`.
-
-    Fitted to an H200 in bf16: 8 to 10 tiles tried for each of the kernels, causal or not, with head
-    dims 64 and 128 (12 cases of 4096 tokens), of which the four fastest were noted. The tile
-    predicted to be first is the fastest in all 12; the times noted are 6 % off (root mean square),
-    18 % at worst. So many constants fit so many cases. Elsewhere it was held against nothing:
-    another GPU, fp32, other head dims and lengths, one stage in `forward`.
+    Registers and shared memory count through `ctas_per_sm`. The constants are explained where they
+    stand; benchmarks/tiles.py says how far from the fastest tile the first one is.
     """
     shape = _Shape(
         kernel, block_m, block_n, num_warps, num_stages, _padded(head_dim),
@@ -130,19 +126,17 @@ def predicted_ms(
     lanes_a_clock = 64 if capability in ((7, 0), (7, 5), (8, 0)) else 128
     smem = 128 * lanes / lanes_a_clock  # bytes a second: 128 a clock
 
-    flops = 2 * rows * columns * sum(shape.products())
-    busy = flops * device.sm_count / shape.peak_flops(device)
-    busy += _SMEM_SHOWS * shape.read_to_multiply() / smem
-    softmax = rows * columns * (_ALU[kernel] + _EXP) / lanes
+    weights = shape.makings() * rows * columns
+    busy = shape.busy_s(shape.peak_flops(device) / device.sm_count, smem)
+    softmax = weights * _WEIGHT[kernel] / lanes
     if kernel == "keys":  # Each thread loads lse and delta of all its columns.
         softmax += columns * 16 * num_warps * _STATISTICS / lanes
     spilled = max(0, stack_bytes - _FREE_STACK) * 32 * num_warps
     softmax += 2 * _SPILL * spilled / smem
 
-    alone = busy + softmax + _LATENCY_S[kernel]
     least = max(busy, softmax)
     ctas = max(1, ctas_per_sm)
-    a_round = least + (alone - least) / math.pow(ctas, _SHARING)
+    a_round = least + (busy + softmax + _WAITING_S - least) / ctas
     a_round *= 1 + _STALLS.get(num_stages, 0.0)
 
     blocks = batch * heads * -(-seqlen // rows) / (device.sm_count * ctas)
@@ -155,22 +149,27 @@ def predicted_ms(
     return 1e3 * blocks * (ctas * a_round * rounds + _BLOCK_S)
 
 
-# Fitted to those tiles. For each weight: fp32 instructions, and in such instructions an exponential
-# (its own unit takes as long as 8 of them, partly beside them); a load of lse or delta by a thread.
-# How much of reading operands shows beside multiplying; how evenly blocks share an SM; what a
-# round waits for operands with one stage and with two, and for results.
-_ALU: dict[Kernel, float] = {"forward": 4.2, "keys": 15.8, "queries": 0.0}
-_EXP = 3.73
-_STATISTICS = 7.95
-_SMEM_SHOWS = 0.387
-_SHARING = 0.757
-_STALLS = {1: 0.126, 2: 0.063}
-_LATENCY_S: dict[Kernel, float] = {"forward": 148e-9, "keys": 53.6e-9, "queries": 60.7e-9}
-_BLOCK_S = 4.97e-6
-# A frame this small costs nothing; each byte over it, a store and a load a round, and some.
-_FREE_STACK = 80
-_SPILL = 1.07
+# Fitted to an H200 in bf16, and rounded: to the times and the order of the tiles that a launch
+# accepts, 1,371 times at 38 shapes (benchmarks/results/tiles.json). docs/budgets.md says what comes
+# of it where lengths or head dims are left out. Elsewhere they were held against nothing: another
+# GPU, fp32.
+#
+# fp32 instructions that a weight takes as long as, its exponential and, in `forward`, the row's
+# maximum and sum included.
+_WEIGHT: dict[Kernel, float] = {"forward": 9.0, "keys": 5.0, "queries": 5.0}
+# The same, of a thread's load of a column's lse or delta.
+_STATISTICS = 16.0
+# Seconds that a round waits for results: of products, of barriers.
+_WAITING_S = 300e-9
+# What a round takes longer where operands come late, as a share of it: by stages.
+_STALLS = {1: 0.37, 2: 0.12}
+# Seconds for a block to start and to write its results.
+_BLOCK_S = 3.4e-6
+# Bytes of a thread's stack that cost nothing; of each over it, stores and loads a round.
+_FREE_STACK = 40
+_SPILL = 3.0
 # What mma.sync reaches of the peak that newer units set. 9.0 as others have measured; 10.x a guess.
+# Neither is fitted.
 _MMA_SYNC_SHARE = {9: 0.62, 10: 0.5}
 
 
@@ -415,12 +414,45 @@ class _Shape:
         backward = (self.d, self.dv, self.d)
         return (*backward, self.dv) if self.kernel == "keys" else backward
 
-    def read_to_multiply(self) -> int:
-        """Bytes of shared memory that a round's products read: what stays once for every warp group
-        beside another, what streams once for every 64 rows."""
-        beside = 2 if self.warps == 8 and self.rows == 64 else 1
-        stay = beside * sum(self.resident().values())
-        return stay + -(-self.rows // 64) * self.columns * sum(self.products()) * self.size
+    def makings(self) -> float:
+        """How often a weight is made. The warps lie along the rows of the scores, where wgmma
+        multiplies or rows are no fewer than columns, else along the columns: those for which there
+        is nothing left make what another makes."""
+        if self.unit in ("fma", "tensor"):
+            return 1.0
+        if self.unit == "shared" or self.rows >= self.columns:
+            return max(1.0, 16 * self.warps / self.rows)  # Of 16 rows.
+        return max(1.0, 8 * self.warps / self.columns)  # Of 8 columns.
+
+    def busy_s(self, flops: float, smem: float) -> float:
+        """Seconds of an SM's tensor cores in a round, at `flops` a second and `smem` bytes a
+        second: to the scores, and from the weights on, multiplying or reading, what is longer."""
+        widths, scores = self.products(), 1 if self.kernel == "forward" else 2
+        seconds = 0.0
+        for width, again, read in (
+            (sum(widths[:scores]), self.makings(), self._read_for_scores()),
+            (sum(widths[scores:]), 1.0, self._read_for_sums()),
+        ):
+            multiplying = 2 * again * self.rows * self.columns * width / flops
+            seconds += max(multiplying, read * width * self.size / smem)
+        return seconds
+
+    def _read_for_scores(self) -> float:
+        """Values that are read of each feature. wgmma reads the rows once (or as often as they are
+        multiplied) and the columns for every 64 rows; of mma.sync's warps each reads its own part
+        of one operand and all of the other."""
+        rows, columns, warps = self.rows, self.columns, self.warps
+        if self.unit != "registers":
+            return self.makings() * (rows + -(-rows // 64) * columns)
+        if rows >= columns:
+            return max(rows, 16 * warps) + warps * columns
+        return warps * rows + max(columns, 8 * warps)
+
+    def _read_for_sums(self) -> float:
+        """The same of the products with the weights, which are in registers."""
+        if self.unit != "registers":
+            return -(-self.rows // 64) * self.columns
+        return self.columns * (self.warps if self.tall else 1)
 
     def peak_flops(self, device: DeviceSpec) -> float:
         """Of the unit that multiplies; fp32's, where the device has no other."""
