@@ -237,10 +237,12 @@ def _compare_multihead(
 
         return run
 
+    def patched(of: nn.MultiheadAttention) -> Attention:
+        return lambda given: multihead(of, given[0], given[1], given[2], padding, mask, hint)
+
     return compare(
-        original(module),
-        lambda given: multihead(module, given[0], given[1], given[2], padding, mask, hint),
-        (query, key, value), ("query", "key", "value"), reference=original(double),
+        original(module), patched(module), (query, key, value), ("query", "key", "value"),
+        reference=original(double), patched_wide=patched(double),
     )  # fmt: skip
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -125,15 +124,16 @@ def attend(
     """
     if mask is not None and mask.dtype not in (torch.bool, torch.float32, computing_dtype(query)):
         mask = mask.to(computing_dtype(query))
-    if (dtype := _rounded.get()) is not None:
-        return _exact(query, key, value, mask, is_causal, scale, softcap, sinks, dtype)
+    if _rounded is not None:
+        return _exact(query, key, value, mask, is_causal, scale, softcap, sinks, _rounded)
     return flash_attention(
         query, key, value, mask, dropout_p, is_causal, scale, enable_gqa=True, softcap=softcap,
         sinks=sinks,
     )  # fmt: skip
 
 
-_rounded: ContextVar[torch.dtype | None] = ContextVar("_rounded", default=None)
+# A plain global, as a compiled graph can only be guarded by such.
+_rounded: torch.dtype | None = None
 
 
 @contextmanager
@@ -142,11 +142,12 @@ def exact_but_for_the_output(dtype: torch.dtype) -> Iterator[None]:
 
     That is what every flash backward does, however exact it is in all else.
     """
-    token = _rounded.set(dtype)
+    global _rounded
+    before, _rounded = _rounded, dtype
     try:
         yield
     finally:
-        _rounded.reset(token)
+        _rounded = before
 
 
 class _RoundedOutput(torch.autograd.Function):

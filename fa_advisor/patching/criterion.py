@@ -52,12 +52,14 @@ def compare(
     names: Sequence[str],
     *,
     reference: Attention | None = None,
+    patched_wide: Attention | None = None,
     visible: Tensor | None = None,
 ) -> Comparison:
     """Hold `patched` against `original` on the same inputs, which are left as they are.
 
     Each takes the list of inputs and returns the output; the reference is `original`, or
-    `reference` where that can't run in float64, on the inputs in float64. Gradients are those of
+    `reference` where that can't run in float64, on the inputs in float64; `patched_wide` likewise
+    takes the place of `patched` there. Gradients are those of
     the floating-point inputs, named by `names`. `visible` (True where an output row sees a key;
     broadcasts to the output) takes rows out of the comparison whose value means nothing.
     """
@@ -89,10 +91,11 @@ def compare(
     expected = results(reference or original, torch.float64)
     plain = results(original, dtype)
     ours = results(patched, dtype)
+    wide = patched_wide or patched
     with exact_but_for_the_output(torch.float64):
-        exact = results(patched, torch.float64)
+        exact = results(wide, torch.float64)
     with exact_but_for_the_output(dtype):
-        rounded = results(patched, torch.float64)
+        rounded = results(wide, torch.float64)
     # Not against `expected`: a patch that means something else must gain nothing by it.
     floors = [a - b for a, b in zip(rounded, exact, strict=True)]
     scale = float(cotangents[expected[0].shape].norm())
