@@ -23,7 +23,13 @@ from fa_advisor.views.text import to_text
 ROOT = Path(__file__).parents[1]
 PAGES = tuple(
     ROOT / page
-    for page in ("README.md", "docs/flash-attention.md", "docs/patching.md", "docs/budgets.md")
+    for page in (
+        "README.md",
+        "docs/flash-attention.md",
+        "docs/hopper.md",
+        "docs/patching.md",
+        "docs/budgets.md",
+    )
 )
 RESULTS = ROOT / "benchmarks" / "results"
 _BLOCK = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -289,6 +295,57 @@ def tiles_fit() -> str:
     return "\n".join(lines) + "\n"
 
 
+def hopper() -> str:
+    """The Hopper kernels beside their peers, and how many times as fast as the best of them."""
+    result = _read("hopper")
+    peers = ("ours", "fa4", "cudnn", "flex", "fa2")
+    ratios = result["summary"]
+    lines = [
+        "| TFLOP/s, forward / backward | ours | FlashAttention-4 | cuDNN | FlexAttention"
+        " | FlashAttention-2 | ours over the best |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in result["rows"]:
+        label = f"{row['name']}, {'causal' if row['causal'] else 'full'}"
+        cells = [
+            " / ".join(f"{row[peer][way]['tflops']:.0f}" for way in _WAYS) if peer in row else ""
+            for peer in peers
+        ]
+        over = " / ".join(f"{ratios[way]['over_the_best'][label]:.2f}" for way in _WAYS)
+        lines.append(f"| {label} | {' | '.join(cells)} | {over} |")
+    where = result["provenance"]
+    means = " / ".join(f"{ratios[way]['geometric_mean']:.2f}" for way in _WAYS)
+    worst = " / ".join(f"{ratios[way]['worst']:.2f}" for way in _WAYS)
+    lines.append(
+        f"\nOver the best peer, geometric mean of the ten plain cells: {means}, worst {worst}."
+        f" 1k: batch 16, 16 heads; 4k: 4, 16; 16k: 1, 16; head dim 128; 64: 4, 32 heads; 256: 2, 8."
+        f" A plain product of matrices: {result['matmul_tflops']:.0f} TFLOP/s. {where['gpu']},"
+        f" torch {where['torch']}, triton {where['triton']}, bf16, {where['date']},"
+        f" commit {where['commit']}."
+    )
+    return "\n".join(lines) + "\n"
+
+
+def hopper_variants() -> str:
+    """Every variant that was timed, a table a run."""
+    lines = []
+    for table in _read("hopper_variants")["tables"]:
+        names = list(dict.fromkeys(name for row in table["rows"] for name in row["tflops"]))
+        lines += [
+            f"{table['name'].capitalize()}. {table['variants'].capitalize()}. TFLOP/s:",
+            "",
+            "| | " + " | ".join(names) + " |",
+            "|" + "---|" * (len(names) + 1),
+        ]
+        for row in table["rows"]:
+            b, h, n, d = row["shape"]
+            kind = "causal" if row["causal"] else "full"
+            cells = (str(row["tflops"].get(name, "")) for name in names)
+            lines.append(f"| {b} x {h} x {n:,} x {d}, {kind} | {' | '.join(cells)} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
 def _accepted(row: dict[str, Any]) -> bool:
     """Whether a launch takes the tile, rather than one that spills less."""
     return row["launches"] and row["loaded"][2] <= LAUNCHED_STACK_BYTES[row["kernel"]]
@@ -310,6 +367,8 @@ FIGURES: dict[str, Callable[[], str]] = {
     "patched": patched,
     "tiles": tiles,
     "tiles_fit": tiles_fit,
+    "hopper": hopper,
+    "hopper_variants": hopper_variants,
 }
 
 
