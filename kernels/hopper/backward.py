@@ -464,6 +464,7 @@ def backward_kernel(
         mbarrier.init(g_full.index(i), count=1)
         mbarrier.init(dq_full.index(i), count=1)
         mbarrier.init(dq_free.index(i), count=1)
+    fence_async_shared()  # The copy engine counts on the barriers as well.
     buffers = (
         (q_s, g_s, k_s, v_s, base_s, delta_s, ds_s, dq_s),
         (q_full, q_free, g_full, dq_full, dq_free),

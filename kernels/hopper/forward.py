@@ -412,6 +412,7 @@ def forward_kernel(
         mbarrier.init(k_empty.index(s), count=CONSUMERS)
         mbarrier.init(v_ready.index(s), count=1)
         mbarrier.init(v_empty.index(s), count=CONSUMERS)
+    fence_async_shared()  # The copy engine counts on the barriers as well.
     buffers = (q_s, k_s, v_s, o_s, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty)
     numbers = (
         len_q, len_k, batch_heads, heads, blocks, side_by_side, left, right, span_b, span_h,
