@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 # 3.8 renamed the copies by tensor descriptor; the older names are on their way out.
 load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 store_tile = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+thread_barrier = getattr(gl, "thread_barrier", None) or gl.barrier
 
 
 @builtin
