@@ -302,6 +302,7 @@ def wide_keys_kernel(
         mbarrier.init(q_free.index(i), count=2)  # One arrival per consumer.
         mbarrier.init(g_full.index(i), count=1)
         mbarrier.init(g_free.index(i), count=2)
+    fence_async_shared()  # The copy engine counts on the barriers as well.
     buffers = (
         (q_s, g_s, k_s, v_s, base_s, delta_s, p_s, ds_s),
         (k_full, v_full, q_full, q_free, g_full, g_free),
@@ -541,6 +542,7 @@ def wide_queries_kernel(
     for i in gl.static_range(V_STAGES):
         mbarrier.init(v_full.index(i), count=1)
         mbarrier.init(v_free.index(i), count=2)
+    fence_async_shared()  # The copy engine counts on the barriers as well.
     buffers = ((q_s, g_s, k_s, v_s), (q_full, g_full, k_full, k_free, v_full, v_free))
     place = (heads, all_heads, blocks_m, side)
     sizes = (len_q, len_k, group, left, right, row_stride_b, row_stride_h)
