@@ -296,11 +296,11 @@ def _plan_forward(x: Inputs, o: Options) -> Forward:
 class _Backward(NamedTuple):
     """A backward call's plan. gradients: size and stride of dQ, dK and dV.
 
-    hopper: its kernels, in these ones' place; of these, with `exact`, delta and queries still run.
+    hopper: its kernels, in these ones' place; of these, delta and queries still run where those
+    don't make dQ.
     """
 
-    hopper: hopper.Backward | None
-    exact: bool
+    hopper: hopper.Backward | hopper.WideBackward | None
     delta: Launch
     keys: Launch
     queries: Launch
@@ -330,7 +330,7 @@ def backward(
     if plan.hopper is not None:
         with _on(q):
             dq = None
-            if plan.exact:
+            if not plan.hopper.makes_dq:
                 dq = torch.empty_strided(*for_query, dtype=dtype, device=device)
                 delta, base = torch.empty_like(lse), torch.empty_like(lse)
                 index, cu = q.get_device(), (x.cu_seqlens_q, x.cu_seqlens_k)
@@ -465,7 +465,6 @@ def _plan_backward(
     copied = x._replace(query=q, key=k, value=v)
     return _Backward(
         hopper=hopper.backward(kind, o, copied, g, grad_lse, out, lse, exact),
-        exact=exact,
         delta=Launch(
             "delta", delta_kernel, delta_geometry, Tile(64 if block_dv < 256 else 32, 16, 4, 1)
         ),

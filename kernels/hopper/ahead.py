@@ -9,14 +9,17 @@ from triton.experimental.gluon import language as gl
 from fa_advisor.kernels.ahead import Usage, compiled_usage
 from fa_advisor.kernels.hopper.backward import backward_kernel
 from fa_advisor.kernels.hopper.forward import forward_kernel
-from fa_advisor.kernels.hopper.plan import (
+from fa_advisor.kernels.hopper.plan import flat_layout, used_features
+from fa_advisor.kernels.hopper.tiles import (
     BLOCK_N,
     CAPABILITY,
     ROWS_OF_A_CONSUMER,
-    flat_layout,
+    WIDE_QUERIES,
     tiles_of,
+    value_stages,
     widths,
 )
+from fa_advisor.kernels.hopper.wide import wide_keys_kernel, wide_queries_kernel
 from fa_advisor.kernels.tiles import Tile
 
 # What is not as in the plain call, whose keys fill their tiles.
@@ -34,6 +37,11 @@ _FLAGS = (
 )  # fmt: skip
 _BACKWARD_FLAGS = ("VARLEN", "SOFTCAP", "HAS_LEFT", "HAS_RIGHT", "BOTTOM_RIGHT")
 _TYPES = {"bf16": gl.bfloat16, "fp16": gl.float16}
+
+
+def usage(kernel: str, dim: int, dim_v: int, dtype: str, call: str) -> Usage:
+    """What one of `fa-advisor budget`'s kernels for Hopper takes, by its name there."""
+    return _USAGES[kernel](dim, dim_v, dtype, call)
 
 
 def forward_usage(dim: int, dim_v: int, dtype: str, call: str) -> Usage:
@@ -64,23 +72,61 @@ def forward_usage(dim: int, dim_v: int, dtype: str, call: str) -> Usage:
 
 
 def backward_usage(dim: int, dim_v: int, dtype: str, call: str, exact: bool = False) -> Usage:
-    """What the backward's main kernel takes. Raises what the compiler does."""
+    """What the kernel that makes dK, dV takes (and dQ, up to head dims of 128 and if not `exact`).
+
+    Raises what the compiler does.
+    """
+    constants, blocks = _backward_call(dim, dim_v, call)
+    wide, wide_v, block_m = widths(dim, dim_v)
+    flat = {"base": [block_m], "delta": [block_m]}
+    if wide == 256:
+        kernel = wide_keys_kernel
+        constants["BLOCK"] = block_m
+        keys = block_m
+    else:
+        kernel = backward_kernel
+        constants |= {"DQ": not exact, "BLOCK_M": block_m, "BLOCK_N": BLOCK_N}
+        keys = BLOCK_N
+        flat["total"] = [16, 256]
+    blocks |= {
+        "key": (keys, wide), "value": (keys, wide_v),
+        "grad_key": (keys, wide), "grad_value": (keys, wide_v),
+    }  # fmt: skip
+    descriptors = _operands(blocks, dtype)
+    for name, block in flat.items():
+        descriptors[name] = f"tensordesc<fp32{block},{flat_layout(len(block))!r}>"
+    return _usage(kernel, constants, descriptors, _sequences(constants))
+
+
+def queries_usage(dim: int, dim_v: int, dtype: str, call: str) -> Usage:
+    """What the kernel of dQ takes where a head dim is over 128. Raises what the compiler does."""
+    constants, blocks = _backward_call(dim, dim_v, call)
+    wide, wide_v, rows = widths(dim, dim_v)
+    constants |= {
+        "BLOCK_M": WIDE_QUERIES, "BLOCK_N": rows, "PADDED": rows, "V_STAGES": value_stages(wide_v),
+    }  # fmt: skip
+    blocks |= {"key": (rows, wide), "value": (rows, wide_v), "grad_query": (rows, wide)}
+    pointers = {"base": "*fp32", "delta": "*fp32", **_sequences(constants)}
+    return _usage(wide_queries_kernel, constants, _operands(blocks, dtype), pointers)
+
+
+def _backward_call(
+    dim: int, dim_v: int, call: str
+) -> tuple[dict[str, Any], dict[str, tuple[int, int]]]:
+    """The constants that all kernels of a backward take, and the blocks of Q and dO."""
     given = {name: value for name, value in CALLS[call].items() if name in _BACKWARD_FLAGS}
     wide, wide_v, block_m = widths(dim, dim_v)
     constants: dict[str, Any] = {
         **dict.fromkeys(_BACKWARD_FLAGS, False), "EVEN": CALLS[call].get("EVEN_K", True), **given,
-        "DQ": not exact, "D": wide, "DV": wide_v, "BLOCK_M": block_m, "BLOCK_N": BLOCK_N,
+        "D": wide, "DV": wide_v,
     }  # fmt: skip
-    blocks = {
-        "query": (block_m, wide), "key": (BLOCK_N, wide), "value": (BLOCK_N, wide_v),
-        "grad_out": (block_m, wide_v), "grad_key": (BLOCK_N, wide), "grad_value": (BLOCK_N, wide_v),
-    }  # fmt: skip
-    flat = {"base": [block_m], "delta": [block_m], "total": [16, 256]}
-    descriptors = _operands(blocks, dtype)
-    for name, block in flat.items():
-        descriptors[name] = f"tensordesc<fp32{block},{flat_layout(len(block))!r}>"
-    pointers = {"cu_q": "*i32", "cu_k": "*i32"} if constants["VARLEN"] else {}
-    return _usage(backward_kernel, constants, descriptors, pointers)
+    if wide == 256:
+        constants["USED"], constants["USED_V"] = used_features(dim, dim_v)
+    return constants, {"query": (block_m, wide), "grad_out": (block_m, wide_v)}
+
+
+def _sequences(constants: dict[str, Any]) -> dict[str, str]:
+    return {"cu_q": "*i32", "cu_k": "*i32"} if constants["VARLEN"] else {}
 
 
 def _operands(blocks: dict[str, tuple[int, int]], dtype: str) -> dict[str, str]:
@@ -111,3 +157,9 @@ def _usage(
 _OPTIONAL = {
     "row_max", "row_sum", "bias", "spans", "sinks", "slopes", "cu_q", "cu_k", "seeds", "schedule",
 }  # fmt: skip
+_USAGES = {
+    "hopper forward": forward_usage,
+    "hopper backward": backward_usage,
+    "hopper keys": backward_usage,
+    "hopper queries": queries_usage,
+}

@@ -18,6 +18,15 @@ import torch
 import triton
 from torch import Tensor
 
+from fa_advisor.kernels.hopper.tiles import (
+    BLOCK_N,
+    CAPABILITY,
+    ROWS_OF_A_CONSUMER,
+    WIDE_QUERIES,
+    tiles_of,
+    value_stages,
+    widths,
+)
 from fa_advisor.kernels.kinds import (
     ADDITIVE,
     BOOLEAN,
@@ -35,10 +44,6 @@ from fa_advisor.kernels.launcher import Launch
 from fa_advisor.kernels.tiles import Tile
 
 _LOG = logging.getLogger(__name__)
-CAPABILITY = (9, 0)
-ROWS_OF_A_CONSUMER = 64
-# Keys of a block of the backward kernel.
-BLOCK_N = 128
 # Rows of a descriptor of packed sequences. Coordinates past them are out of bounds, so that a
 # sequence's rows can be laid against that end: see `describe`.
 FAR = 2**30
@@ -53,40 +58,6 @@ _MOST_SIDE_BY_SIDE = 8
 _MOST_SCHEDULED = 2**16
 # What a piece of work takes beside its tiles of keys, in such tiles.
 _COST_OF_A_TURN = 0.7
-
-
-class Tiles(NamedTuple):
-    """How the forward kernel cuts a call. Features of Q and K are `parts` * `part`.
-
-    shared_out: the output leaves through the buffer of Q, for want of room for one of its own.
-    """
-
-    part: int
-    parts: int
-    block_dv: int
-    block_n: int
-    stages: int
-    consumers: int
-    shared_out: bool
-
-
-def tiles_of(dim: int, dim_v: int, uneven: bool) -> Tiles:
-    """The tiles for a query's and a value's head dim, up to 256 each.
-
-    uneven: rows see more or fewer keys than others, so that smaller pieces of work are better.
-    """
-    part, parts = next(p for limit, p in _PARTS if dim <= limit)
-    block_dv = next(size for size in (64, 128, 256) if dim_v <= size)
-    widest = max(part * parts, block_dv)
-    if widest <= 64:
-        return Tiles(part, parts, block_dv, 128, 3, 2 if uneven else 3, shared_out=False)
-    if widest <= 128:
-        return Tiles(part, parts, block_dv, 128, 2, 2, shared_out=False)
-    return Tiles(part, parts, block_dv, 64, 2, 2, shared_out=part == block_dv == 256)
-
-
-# Head dims up to the first are cut in parts of the second: a box of a tensor map is a power of two.
-_PARTS = ((64, (64, 1)), (96, (32, 3)), (128, (128, 1)), (192, (64, 3)), (256, (256, 1)))
 
 
 def refusal(kind: Kind, o: Options, q: Tensor, k: Tensor, v: Tensor) -> str | None:
@@ -283,22 +254,25 @@ class Backward(NamedTuple):
     words: int
     gradients: tuple[tuple[Any, Any], ...]
 
+    @property
+    def makes_dq(self) -> bool:
+        """Whether dQ isn't to be given."""
+        return self.finish is not None
+
     def buffers(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         """base, delta and the accumulator."""
-        base, delta = torch.empty((2, self.rows), dtype=torch.float32, device=device).unbind()
         total = torch.empty((self.words, 256), dtype=torch.float32, device=device)
-        return base, delta, total
+        return *_statistics(self.rows, device), total
 
     def __call__(
         self, x: Inputs, grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor,
         grad_query: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         """dQ (`grad_query`, if that was made elsewhere), dK, dV, and delta where sinks want it."""
-        q, k, v, dtype, device = x.query, x.key, x.value, x.query.dtype, x.query.device
+        q, k, v, device = x.query, x.key, x.value, x.query.device
         index = q.get_device()
-        for_query, for_key, for_value = self.gradients
-        dk = torch.empty_strided(*for_key, dtype=dtype, device=device)
-        dv = torch.empty_strided(*for_value, dtype=dtype, device=device)
+        for_query, *rest = self.gradients
+        dk, dv = (torch.empty_strided(*of, dtype=q.dtype, device=device) for of in rest)
         base, delta, total = self.buffers(device)
         rows_delta = torch.empty_like(lse) if x.sinks is not None else None
         self.prepare(
@@ -309,10 +283,56 @@ class Backward(NamedTuple):
         )
         dq = grad_query
         if self.finish is not None:
-            dq = torch.empty_strided(*for_query, dtype=dtype, device=device)
+            dq = torch.empty_strided(*for_query, dtype=q.dtype, device=device)
             self.finish(index, total, dq, x.cu_seqlens_q)
         assert dq is not None
         return dq, dk, dv, lse if rows_delta is None else rows_delta
+
+
+class WideBackward(NamedTuple):
+    """A backward call's three launches where a head dim is over 128; called as `Backward` is.
+
+    rows, gradients: as there. Nothing is added in memory: dQ is exact of itself.
+    """
+
+    prepare: Launch
+    keys: Launch
+    queries: Launch
+    rows: int
+    gradients: tuple[tuple[Any, Any], ...]
+
+    @property
+    def makes_dq(self) -> bool:
+        """Whether dQ isn't to be given."""
+        return True
+
+    def buffers(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """base and delta."""
+        return _statistics(self.rows, device)
+
+    def __call__(
+        self, x: Inputs, grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor,
+        grad_query: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        """dQ, dK, dV, and delta where sinks want it. `grad_query` isn't needed."""
+        q, k, v, device = x.query, x.key, x.value, x.query.device
+        index = q.get_device()
+        dq, dk, dv = (
+            torch.empty_strided(*of, dtype=q.dtype, device=device) for of in self.gradients
+        )
+        base, delta = self.buffers(device)
+        rows_delta = torch.empty_like(lse) if x.sinks is not None else None
+        cu = x.cu_seqlens_q, x.cu_seqlens_k
+        self.prepare(index, out, grad_out, lse, grad_lse, base, delta, None, rows_delta, cu[0])
+        self.keys(index, q, k, v, grad_out, dk, dv, base, delta, *cu)
+        self.queries(index, q, k, v, grad_out, dq, base, delta, *cu)
+        return dq, dk, dv, lse if rows_delta is None else rows_delta
+
+
+def _statistics(rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """base and delta."""
+    base, delta = torch.empty((2, rows), dtype=torch.float32, device=device).unbind()
+    return base, delta
 
 
 def backward_refusal(
@@ -324,7 +344,6 @@ def backward_refusal(
         (kind.bias != NONE, "masks and biases aren't written for it"),
         (kind.dropout, "dropout isn't written for it"),
         (kind.alibi, "ALiBi isn't written for it"),
-        (max(kind.dim, kind.dim_v) > 128, "dK and dV of 64 rows would take all registers"),
         (max(kind.dim, kind.dim_v) <= 32, "small head dims would be padded to 64"),
         (min(o.max_seqlen_q, o.max_seqlen_k) <= SHORT, "encoding the tensor maps costs more"),
         (not by_descriptor(kind, q, k, v, grad_out), "tensor maps can't name such strides"),
@@ -334,11 +353,10 @@ def backward_refusal(
     return next((why for applies, why in reasons if applies), None)
 
 
-def widths(dim: int, dim_v: int) -> tuple[int, int, int]:
-    """For the backward: both head dims as they are padded, and the query rows of a tile."""
-    if max(dim, dim_v) <= 64:
-        return 64, 64, 128
-    return 128, 128 if dim_v > 64 else 64, 64
+def used_features(dim: int, dim_v: int) -> tuple[int, int]:
+    """Where a head dim is over 128: how many features of Q and V products are made with."""
+    used_v = 128 if dim_v <= 128 else 192 if dim_v <= 192 else 256
+    return 192 if dim <= 192 else 256, used_v
 
 
 def _rows_of_a_head(kind: Kind, o: Options, q: Tensor) -> int:
@@ -356,35 +374,79 @@ def _padded_rows(kind: Kind, o: Options, q: Tensor) -> int:
 def backward(
     kind: Kind, o: Options, x: Inputs, grad_out: Tensor, grad_lse: Tensor | None, out: Tensor,
     lse: Tensor, exact: bool,
-) -> Backward | None:  # fmt: skip
+) -> Backward | WideBackward | None:  # fmt: skip
     """The plan for the Hopper kernels, or None where the portable ones shall run.
 
-    exact: dQ comes from another kernel, as sums in no order would differ from run to run.
+    exact: up to head dims of 128 dQ comes from another kernel then, as sums in no order would
+    differ from run to run.
     """
     q, k, v = x[:3]
     if not available(q.device) or backward_refusal(kind, o, q, k, v, grad_out) is not None:
         return None
+    wide = max(kind.dim, kind.dim_v) > 128
+    prepare = _prepare(kind, o, grad_out, grad_lse, out, lse, zero=not (wide or exact))
+    if wide:
+        return _wide_backward(kind, o, x, grad_out, prepare)
+    return _narrow_backward(kind, o, x, grad_out, prepare, exact)
+
+
+def _prepare(
+    kind: Kind, o: Options, grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor,
+    zero: bool,
+) -> Launch:  # fmt: skip
+    """The launch before the others: the statistics, and `zero`s in dQ's accumulator."""
+    from fa_advisor.kernels.hopper.backward import prepare_kernel
+
+    varlen = kind.varlen
+    wide, wide_v, block_m = widths(kind.dim, kind.dim_v)
+    blocks = int(triton.cdiv(o.max_seqlen_q, block_m))
+    lse_strides = (0, 0, 0)
+    if grad_lse is not None:
+        s = grad_lse.stride()
+        lse_strides = (0, s[0], s[1]) if varlen else (s[0], s[1], s[2])
+    static = (
+        *strides3(out, varlen), *strides3(grad_out, varlen), *strides2(lse, varlen), *lse_strides,
+        *_row_strides(kind, o, out), o.max_seqlen_q, kind.heads, blocks,
+        varlen, grad_lse is not None, zero, kind.dim_v, wide_v, wide, block_m,
+    )  # fmt: skip
+    grid = blocks * kind.batch * kind.heads
+    return Launch(
+        "hopper_prepare", prepare_kernel, lambda _: (grid, static),
+        Tile(block_m, BLOCK_N, 8 if wide == 256 else 4, 1), adjustable=False,
+    )  # fmt: skip
+
+
+def _row_strides(kind: Kind, o: Options, q: Tensor) -> tuple[int, int]:
+    """Of batch and head, among the padded rows."""
+    padded = _rows_of_a_head(kind, o, q)
+    return (0, padded) if kind.varlen else (kind.heads * padded, padded)
+
+
+def _heads_beside(kind: Kind, o: Options) -> int:
+    """How many heads run side by side in the backward."""
+    if not kind.has_right:
+        return 1
+    return 8 if o.max_seqlen_q < 8192 else 4
+
+
+def _narrow_backward(
+    kind: Kind, o: Options, x: Inputs, grad_out: Tensor, prepare: Launch, exact: bool
+) -> Backward | None:
+    """For head dims up to 128."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     from fa_advisor.kernels.hopper import backward as kernels
 
+    q, k, v = x[:3]
     varlen, n = kind.varlen, BLOCK_N
     wide, wide_v, block_m = widths(kind.dim, kind.dim_v)
     blocks_m, blocks_n = (
         int(triton.cdiv(o.max_seqlen_q, block_m)), int(triton.cdiv(o.max_seqlen_k, n))
     )  # fmt: skip
-    padded, rows = _rows_of_a_head(kind, o, q), _padded_rows(kind, o, q)
-    row_strides = (0, padded) if varlen else (kind.heads * padded, padded)
+    rows, row_strides = _padded_rows(kind, o, q), _row_strides(kind, o, q)
     words = 16 if exact else max(16, rows * wide // 256)
     kv_heads = kind.heads // kind.group
     dq, dk, dv = like(q), like(k), like(v)
-    lse_strides = (0, 0, 0)
-    if grad_lse is not None:
-        s = grad_lse.stride()
-        lse_strides = (0, s[0], s[1]) if varlen else (s[0], s[1], s[2])
-    side = 1
-    if kind.has_right:
-        side = 8 if o.max_seqlen_q < 8192 else 4
     statistic = ([rows], [1], [block_m], flat_layout(1))
     described = {
         0: describe(q, varlen, block_m, wide),
@@ -397,14 +459,9 @@ def backward(
         7: statistic,
         8: ([words, 256], [256, 1], [16, 256], flat_layout(2)),
     }
-    prepare = (
-        *strides3(out, varlen), *strides3(grad_out, varlen), *strides2(lse, varlen), *lse_strides,
-        *row_strides, o.max_seqlen_q, kind.heads, blocks_m,
-        varlen, grad_lse is not None, not exact, kind.dim_v, wide_v, wide, block_m,
-    )  # fmt: skip
     main = (
         o.max_seqlen_q, o.max_seqlen_k, kv_heads, kind.batch * kv_heads, kind.group, blocks_n,
-        side, kind.left, kind.right, *row_strides, o.scale, o.softcap,
+        _heads_beside(kind, o), kind.left, kind.right, *row_strides, o.scale, o.softcap,
         varlen, not varlen and o.max_seqlen_k % n == 0, kind.has_left, kind.has_right,
         o.bottom_right, kind.softcap, not exact, wide, wide_v, block_m, n,
     )  # fmt: skip
@@ -414,10 +471,7 @@ def backward(
     )  # fmt: skip
     over_rows = blocks_m * kind.batch * kind.heads
     plan = Backward(
-        prepare=Launch(
-            "hopper_prepare", kernels.prepare_kernel, lambda _: (over_rows, prepare),
-            Tile(block_m, n, 4, 1), adjustable=False,
-        ),
+        prepare=prepare,
         main=Launch(
             "hopper_backward", kernels.backward_kernel,
             lambda _: (blocks_n * kind.batch * kv_heads, main), Tile(block_m, n, 4, 2),
@@ -433,6 +487,72 @@ def backward(
     )  # fmt: skip
     pointers = (q, k, v, grad_out, dk, dv, *plan.buffers(q.device), x.cu_seqlens_q, x.cu_seqlens_k)
     return plan if compiles(plan.main, q.device, pointers) else None
+
+
+def _wide_backward(
+    kind: Kind, o: Options, x: Inputs, grad_out: Tensor, prepare: Launch
+) -> WideBackward | None:
+    """For a head dim over 128."""
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from fa_advisor.kernels.hopper import wide as kernels
+
+    q, k, v = x[:3]
+    varlen = kind.varlen
+    wide, wide_v, n = widths(kind.dim, kind.dim_v)  # As many keys in a tile as queries.
+    blocks_m, blocks_n = (
+        int(triton.cdiv(o.max_seqlen_q, WIDE_QUERIES)), int(triton.cdiv(o.max_seqlen_k, n))
+    )  # fmt: skip
+    rows, side = _padded_rows(kind, o, q), _heads_beside(kind, o)
+    kv_heads = kind.heads // kind.group
+    dq, dk, dv = like(q), like(k), like(v)
+    statistic = ([rows], [1], [n], flat_layout(1))
+    inputs = {
+        0: describe(q, varlen, n, wide),
+        1: describe(k, varlen, n, wide),
+        2: describe(v, varlen, n, wide_v),
+        3: describe(grad_out, varlen, n, wide_v),
+    }
+    of_keys = inputs | {
+        4: describe(dk, varlen, n, wide),
+        5: describe(dv, varlen, n, wide_v),
+        6: statistic,
+        7: statistic,
+    }
+    of_queries = inputs | {4: describe(dq, varlen, n, wide)}
+    numbers = (kind.left, kind.right, *_row_strides(kind, o, q), o.scale, o.softcap)
+    constants = (
+        varlen, not varlen and o.max_seqlen_k % n == 0, kind.has_left, kind.has_right,
+        o.bottom_right, kind.softcap, wide, wide_v, *used_features(kind.dim, kind.dim_v),
+    )  # fmt: skip
+    keys = (
+        o.max_seqlen_q, o.max_seqlen_k, kv_heads, kind.batch * kv_heads, kind.group, blocks_n,
+        side, *numbers, *constants, n,
+    )  # fmt: skip
+    queries = (
+        o.max_seqlen_q, o.max_seqlen_k, kind.heads, kind.batch * kind.heads, kind.group, blocks_m,
+        side, *numbers, *constants, WIDE_QUERIES, n, n, value_stages(wide_v),
+    )  # fmt: skip
+    plan = WideBackward(
+        prepare=prepare,
+        keys=Launch(
+            "hopper_wide_keys", kernels.wide_keys_kernel,
+            lambda _: (blocks_n * kind.batch * kv_heads, keys), Tile(n, n, 4, 2),
+            lambda _: of_keys, adjustable=False, describe=TensorDescriptor,
+        ),
+        queries=Launch(
+            "hopper_wide_queries", kernels.wide_queries_kernel,
+            lambda _: (blocks_m * kind.batch * kind.heads, queries), Tile(WIDE_QUERIES, n, 4, 2),
+            lambda _: of_queries, adjustable=False, describe=TensorDescriptor,
+        ),
+        rows=rows,
+        gradients=tuple((tuple(t.shape), t.stride()) for t in (dq, dk, dv)),
+    )  # fmt: skip
+    cu = x.cu_seqlens_q, x.cu_seqlens_k
+    statistics = plan.buffers(q.device)
+    ready = compiles(plan.keys, q.device, (q, k, v, grad_out, dk, dv, *statistics, *cu))
+    ready = ready and compiles(plan.queries, q.device, (q, k, v, grad_out, dq, *statistics, *cu))
+    return plan if ready else None
 
 
 @lru_cache

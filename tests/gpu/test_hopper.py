@@ -101,15 +101,18 @@ def test_every_feature_with_every_other(shard: int, case: Case, dtype: torch.dty
 PLAIN = {"batch": 2, "heads": 4, "kv_heads": 2, "len_q": 1024, "len_k": 1024}
 
 
-@pytest.mark.parametrize("head_dim", [64, 96, 128])
+@pytest.mark.parametrize(
+    ("head_dim", "value_dim"), [(64, None), (96, None), (128, None), (192, 128), (256, None)]
+)
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("exact", [False, True])
 def test_both_directions_run_on_them(
-    planned: list[tuple[str, bool]], head_dim: int, is_causal: bool, exact: bool
-) -> None:
+    planned: list[tuple[str, bool]], head_dim: int, value_dim: int | None, is_causal: bool,
+    exact: bool,
+) -> None:  # fmt: skip
     torch.use_deterministic_algorithms(exact)
     try:
-        case = Case(**PLAIN, head_dim=head_dim, is_causal=is_causal)
+        case = Case(**PLAIN, head_dim=head_dim, value_dim=value_dim, is_causal=is_causal)
         assert_agrees(case, "cuda", torch.bfloat16)
     finally:
         torch.use_deterministic_algorithms(False)

@@ -11,16 +11,20 @@ import os
 import random
 import subprocess
 import sys
+from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from fa_advisor.kernels import kinds
+from fa_advisor.kernels import launch as launches
 from fa_advisor.kernels.hopper import plan
 from fa_advisor.kernels.kinds import Inputs, Options
+from fa_advisor.kernels.launcher import Launch
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="no Triton")
 
@@ -60,6 +64,26 @@ def compiled(configs: list[tuple[str, int, int, str, str]]) -> list[dict[str, An
 )
 def test_the_forward_compiles_for_hopper(dim: int, dim_v: int, dtype: str, call: str) -> None:
     (row,) = compiled([("forward", dim, dim_v, dtype, call)])
+    assert row["smem_bytes"] <= LIMIT
+    assert row["stack_bytes"] <= MOST_STACK_BYTES
+
+
+@pytest.mark.parametrize("kernel", ["backward", "queries"])
+@pytest.mark.parametrize(
+    ("dim", "dim_v", "dtype", "call"),
+    [
+        (256, 256, "bf16", "plain"),
+        (256, 256, "fp16", "causal"),
+        (192, 128, "bf16", "causal"),
+        (256, 256, "bf16", "packed"),
+        (192, 192, "bf16", "window"),
+        (256, 256, "bf16", "softcap, sinks"),
+    ],
+)
+def test_the_backward_of_wide_heads_compiles_for_hopper(
+    kernel: str, dim: int, dim_v: int, dtype: str, call: str
+) -> None:
+    (row,) = compiled([(kernel, dim, dim_v, dtype, call)])
     assert row["smem_bytes"] <= LIMIT
     assert row["stack_bytes"] <= MOST_STACK_BYTES
 
@@ -167,7 +191,11 @@ def test_a_schedule_deals_out_every_piece_once_and_evenly() -> None:
         assert max(loads) <= sum(loads) / grid + max(costs)
 
 
-def test_a_kernel_that_does_not_compile_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_kernel_that_does_not_compile_is_said_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+
     class Broken:
         def ready(self, device: int, pointers: tuple[Any, ...]) -> None:
             raise AttributeError("module 'tma' has no attribute 'store'")
@@ -178,3 +206,197 @@ def test_a_kernel_that_does_not_compile_is_said_once(caplog: pytest.LogCaptureFi
             assert not plan.compiles(Broken(), torch.device("cuda", 0), ())  # type: ignore[arg-type]
     (record,) = caplog.records
     assert "no attribute 'store'" in record.message and "portable" in record.message
+
+
+class Launched:
+    """In the place of `Launch.__call__`: what was launched, with which arguments."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.arguments: list[dict[str, Any]] = []
+
+    def note(self, launch: Any, pointers: tuple[Any, ...]) -> None:
+        _, static = launch._geometry(launch._tile)
+        names = launch._kernel.arg_names
+        assert len(pointers) + len(static) == len(names), launch._name
+        self.names.append(launch._name)
+        self.arguments.append(dict(zip(names, (*pointers, *static), strict=True)))
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
+    """As if there were a Hopper GPU on which nothing runs."""
+    seen = Launched()
+
+    def ready(launch: Any, _: Any, pointers: tuple[Any, ...]) -> bool:
+        described = launch._descriptors(launch._tile)
+        for position, description in described.items():
+            made = launch._describe(pointers[position], *description)
+            assert len(made.block_shape) == len(made.shape)
+        seen.note(launch, pointers)
+        return True
+
+    for module in (plan, launches):
+        monkeypatch.setattr(module, "by_descriptor", lambda *_: True)
+    monkeypatch.setattr(plan, "available", lambda _: True)
+    monkeypatch.setattr(plan, "processors", lambda _: 132)
+    monkeypatch.setattr(plan, "compiles", ready)
+    monkeypatch.setattr(launches, "_check_device", lambda _: None)
+    monkeypatch.setattr(launches, "_on", lambda _: nullcontext())
+    monkeypatch.setattr(launches, "_plans", {})
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(Launch, "__call__", lambda self, _, *pointers: seen.note(self, pointers))
+    return seen
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(("dim", "dim_v"), [(64, 64), (128, 96), (192, 128), (256, 256)])
+def test_every_launch_has_the_arguments_of_its_kernel(
+    launched: Launched, dim: int, dim_v: int, packed: bool, exact: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: exact)
+    heads, group = (1400, 4) if packed else (1, 4, 700), 2
+    kv_heads = (1400, 2) if packed else (1, 2, 700)
+    q, k, v = query(*heads, dim), query(*kv_heads, dim), query(*kv_heads, dim_v)
+    cu = torch.tensor([0, 700, 1400], dtype=torch.int32) if packed else None
+    sinks = torch.empty(4) if exact else None
+    x = Inputs(q, k, v, None, sinks, None, cu, cu, None)
+    o = Options(0.25, True, False, 300, None, 7.0, 0.0, 700, 700)
+    out, lse, _ = launches.forward(x, o)(x)
+    assert launched.names == ["hopper_forward", "hopper_forward"]
+    launched.names.clear()
+    up = torch.empty_like(lse)
+    gradients = launches.backward(x, o, torch.empty_like(out), up, out, lse, None, False)
+    if max(dim, dim_v) > 128:
+        first = ["hopper_wide_keys", "hopper_wide_queries"]
+        then = ["hopper_prepare", *first]
+    else:
+        first, then = ["hopper_backward"], ["hopper_prepare", "hopper_backward"]
+        then = ["delta", "queries", *then] if exact else [*then, "hopper_finish"]
+    assert launched.names == first + then
+    for given in (a for a in launched.arguments if "EVEN" in a or "EVEN_K" in a):
+        assert (given["len_q"], given["len_k"], given["group"]) == (700, 700, group)
+        assert (given["scale"], given["softcap"], given["left"]) == (0.25, 7.0, 300)
+        assert given["VARLEN"] is packed
+        assert given["HAS_LEFT"] and given["HAS_RIGHT"] and not given["BOTTOM_RIGHT"]
+    for t, gradient in zip((q, k, v), gradients, strict=False):
+        assert gradient is not None
+        assert (gradient.shape, gradient.dtype) == (t.shape, t.dtype)
+
+
+def plainly(function: Any, program: int = 0) -> Any:
+    """A Gluon function that only reckons with integers, as Python's.
+
+    Its divisions round down here and towards nought there: the same for what isn't negative.
+    """
+    gl = SimpleNamespace(maximum=max, minimum=min, program_id=lambda _: program)
+    bare = function.fn
+    known = {"gl": gl}
+    if "owned" in bare.__code__.co_names:
+        known["owned"] = plainly(bare.__globals__["owned"], program)
+    return FunctionType(bare.__code__, known)
+
+
+class Masks:
+    """Random lengths and limits, and which rows see which columns."""
+
+    def __init__(self, draw: random.Random, block_n: int) -> None:
+        lengths = (0, 1, 63, 64, 65, 127, 128, 129, 200, 256, 300, 384)
+        self.len_q, self.len_k = draw.choice(lengths), draw.choice(lengths)
+        self.has_left, self.has_right, self.bottom_right = (draw.random() < 0.5 for _ in range(3))
+        limits = (-1, 0, 1, 5, 63, 64, 100, 128, 250, 400, 2**30)
+        self.left = draw.choice(limits) if self.has_left else 0
+        self.right = draw.choice(limits) if self.has_right else 0
+        self.even = self.len_k > 0 and self.len_k % block_n == 0 and draw.random() < 0.7
+        self.hides = self.has_left or self.has_right or not self.even
+
+    def seen(self, rows: range, columns: range) -> torch.Tensor:
+        """[rows, columns]; what is past the keys' end isn't."""
+        r, c = torch.tensor(rows)[:, None], torch.tensor(columns)[None, :]
+        place = r + (self.len_k - self.len_q if self.bottom_right else 0)
+        seen = (c < self.len_k).expand(len(rows), -1)
+        if self.has_left:
+            seen = seen & (c >= place - self.left)
+        if self.has_right:
+            seen = seen & (c <= place + self.right)
+        return seen
+
+
+@pytest.mark.parametrize(("block_m", "block_n"), [(128, 128), (64, 128), (64, 64)])
+def test_a_block_of_keys_visits_what_sees_it_and_masks_what_does_not(
+    block_m: int, block_n: int
+) -> None:
+    from fa_advisor.kernels.hopper.backward import bounds
+
+    draw = random.Random(block_m + block_n)
+    for _ in range(1500):
+        m = Masks(draw, block_n)
+        for first in range(0, max(m.len_k, 1) + block_n, block_n):
+            if m.even and first >= m.len_k:
+                continue  # Only packed sequences have blocks past their end.
+            begin, plain, edge, count, _ = plainly(bounds)(
+                first, m.len_q, m.len_k, m.left, m.right, block_m, block_n, m.even, m.has_left,
+                m.has_right, m.bottom_right,
+            )  # fmt: skip
+            seen = m.seen(range(m.len_q), range(first, first + block_n))
+            assert begin % block_m == 0 <= plain <= edge <= count
+            # The statistics of rows are read to their tile's end, and no tile without a row.
+            assert not count or begin + (count - 1) * block_m < m.len_q
+            for tile in range(-(-m.len_q // block_m)):
+                part = seen[tile * block_m : (tile + 1) * block_m]
+                j = tile - begin // block_m
+                if not 0 <= j < count:
+                    assert not part.any(), (vars(m), first, tile)
+                elif not (m.hides and (j < plain or (m.has_left and j >= edge))):
+                    assert part.all(), (vars(m), first, tile)
+
+
+def test_a_block_of_queries_visits_what_it_sees_and_masks_what_it_does_not() -> None:
+    from fa_advisor.kernels.hopper.wide import seen_bounds
+
+    block_m, block_n = plan.WIDE_QUERIES, plan.widths(256, 256)[2]
+    draw = random.Random(0)
+    for _ in range(3000):
+        m = Masks(draw, block_n)
+        for first in range(0, m.len_q + block_m, block_m):
+            begin, plain, edge, count, _ = plainly(seen_bounds)(
+                first, m.len_q, m.len_k, m.left, m.right, block_m, block_n, m.has_left,
+                m.has_right, m.bottom_right,
+            )  # fmt: skip
+            if first >= m.len_q:
+                assert count == 0
+                continue
+            assert begin % block_n == 0 <= plain <= edge <= count
+            rows = range(first, min(first + block_m, m.len_q))
+            seen = m.seen(rows, range(-(-m.len_k // block_n) * block_n))
+            for tile in range(-(-m.len_k // block_n)):
+                part = seen[:, tile * block_n : (tile + 1) * block_n]
+                j = tile - begin // block_n
+                if not 0 <= j < count:
+                    assert not part.any(), (vars(m), first, tile)
+                elif not (m.hides and (j < plain or j >= edge)):
+                    assert part.all(), (vars(m), first, tile)
+
+
+def test_every_block_of_the_backward_is_owned_once() -> None:
+    from fa_advisor.kernels.hopper.backward import owned
+    from fa_advisor.kernels.hopper.wide import owned_keys, owned_queries
+
+    draw = random.Random(0)
+    for _ in range(100):
+        batches, heads, blocks = (draw.randint(1, 6) for _ in range(3))
+        side, right = draw.choice((1, 4, 8)), draw.random() < 0.5
+        for function, rows, more in (
+            (owned, 128, ()), (owned_keys, 64, ()), (owned_queries, 128, (128, right)),
+        ):  # fmt: skip
+            found = sorted(
+                plainly(function, i)(heads, batches * heads, blocks, side, *more)
+                for i in range(blocks * batches * heads)
+            )
+            assert found == [
+                (block * rows, batch, head) for block in range(blocks)
+                for batch in range(batches) for head in range(heads)
+            ]  # fmt: skip
