@@ -1,6 +1,6 @@
 """The kernels' numerics under Triton's interpreter, in a child process: no GPU is needed.
 
-The child runs tests/kernels/interpreted.py, which the interpreter's switch must precede.
+The child runs interpreted.py or interpreted_hopper.py, which the interpreter's switch must precede.
 """
 
 from __future__ import annotations
@@ -16,9 +16,16 @@ import pytest
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="no Triton")
 
 
-@pytest.mark.parametrize("part", ["features", "grid", "packed", "dropout", "finfo", "op"])
-def test_kernels_under_the_interpreter(part: str) -> None:
-    child = Path(__file__).with_name("interpreted.py")
+@pytest.mark.parametrize(
+    ("part", "file"),
+    [
+        *((part, "interpreted.py") for part in ("features", "grid", "packed", "dropout", "finfo")),
+        ("op", "interpreted.py"),
+        ("test", "interpreted_hopper.py"),
+    ],
+)
+def test_kernels_under_the_interpreter(part: str, file: str) -> None:
+    child = Path(__file__).with_name(file)
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", part, str(child)],
         capture_output=True,
