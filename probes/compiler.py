@@ -303,8 +303,9 @@ def _source() -> str:
     assert spec is not None and spec.submodule_search_locations
     folder = Path(next(iter(spec.submodule_search_locations)))
     digest = hashlib.sha256()
-    for name in ("ahead", "backward", "forward", "score"):
-        digest.update((folder / f"{name}.py").read_bytes())
+    sources = [folder / f"{name}.py" for name in ("ahead", "backward", "forward", "score")]
+    for source in (*sources, *sorted((folder / "hopper").glob("*.py"))):
+        digest.update(source.read_bytes())
     return digest.hexdigest()[:12]
 
 
@@ -326,7 +327,11 @@ def main() -> None:
         r = Request(**json.loads(line))
         tile = Tile(r.block_m, r.block_n, r.num_warps, r.num_stages, r.max_registers)
         try:
-            if r.path is None:
+            if r.kernel.startswith("hopper "):
+                from fa_advisor.kernels.hopper.ahead import usage as of_hopper
+
+                usage = of_hopper(r.kernel, r.dim, r.dim_v, r.dtype, r.call)
+            elif r.path is None:
                 usage = ahead.usage_of(
                     ahead.Config(r.capability, r.kernel, tile, r.dim, r.dim_v, r.dtype, r.call)
                 )

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from fa_advisor.budgets.foreign import foreign_budget
+from fa_advisor.budgets.given import NOTE, Given, given_on, row_of
 from fa_advisor.budgets.grid import BLOCKS, STAGES, WARPS, Candidate, Direction, candidates
 from fa_advisor.budgets.table import (
     ELEMENT_BYTES,
@@ -22,6 +23,7 @@ from fa_advisor.budgets.table import (
     endless,
 )
 from fa_advisor.errors import UsageError
+from fa_advisor.kernels.hopper.tiles import CAPABILITY
 from fa_advisor.probes.compiler import TIMEOUT_S, Request, available, compile_all
 from fa_advisor.probes.device import advise_for
 from fa_advisor.records import BudgetTable, Compiled, DeviceSpec, TileBudget, TileConfig
@@ -194,10 +196,22 @@ def tables(
         for i, (device, candidate) in enumerate(wanted)
     ]
     size = len(grid)
-    return [
-        budget_table(rows[i * size : (i + 1) * size], problem, device, notes)
-        for i, device in enumerate(devices)
-    ]
+    found = []
+    for i, device in enumerate(devices):
+        own = rows[i * size : (i + 1) * size]
+        # Of tiles that were asked for, these have none.
+        more = () if tiles or num_warps or num_stages else given_on(problem, device, directions)
+        if more and not modelled and not missing:
+            outcomes = _compile([_given_request(one, problem) for one in more], None, timeout_s)
+            own += [
+                row_of(one, problem, device, outcome)
+                for one, outcome in zip(more, outcomes, strict=True)
+            ]
+        else:
+            own += [row_of(one, problem, device) for one in more]
+        said = [*notes, NOTE] if more else notes
+        found.append(budget_table(own, problem, device, said))
+    return found
 
 
 def foreign_tables(
@@ -243,6 +257,11 @@ def kept_budgets(problem: Problem, device: DeviceSpec, most: int) -> tuple[TileB
         budget_of(candidate, problem, device, outcome)
         for candidate, outcome in zip(grid, known, strict=True)
     ]
+    more = given_on(problem, device, ("fwd", "bwd"))
+    outcomes: list[Compiled | None] = [None] * len(more)
+    if available() is None:
+        outcomes = compile_all([_given_request(one, problem) for one in more], only_kept=True)
+    rows += [row_of(one, problem, device, each) for one, each in zip(more, outcomes, strict=True)]
     table = budget_table(rows, problem, device)
     kernels = dict.fromkeys(row.kernel for row in table.budgets)
     return tuple(
@@ -272,6 +291,22 @@ def _request(device: DeviceSpec, candidate: Candidate, problem: Problem) -> Requ
     return Request(
         capability=_number(device),
         kernel=candidate.kernel,
+        block_m=tile.block_m,
+        block_n=tile.block_n,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        dim=problem.head_dim,
+        dim_v=problem.value_head_dim,
+        dtype=problem.dtype,
+        call="causal" if problem.is_causal else "plain",
+    )
+
+
+def _given_request(one: Given, problem: Problem) -> Request:
+    tile, (major, minor) = one.tile, CAPABILITY
+    return Request(
+        capability=10 * major + minor,
+        kernel=one.kernel,
         block_m=tile.block_m,
         block_n=tile.block_n,
         num_warps=tile.num_warps,

@@ -28,6 +28,10 @@ _TITLES = {
     "forward": "forward: out and lse, a block of queries each",
     "keys": "backward: dK and dV, a block of keys each",
     "queries": "backward: dQ, a block of queries each",
+    "hopper forward": "hopper, forward: out and lse, a block of queries each",
+    "hopper backward": "hopper, backward: dK, dV and dQ, a block of keys each",
+    "hopper keys": "hopper, backward: dK and dV, a block of keys each",
+    "hopper queries": "hopper, backward: dQ, a block of queries each",
 }
 
 

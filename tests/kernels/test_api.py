@@ -299,7 +299,7 @@ def test_cuda_without_triton_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(api, "_refusals", {0: None})
     monkeypatch.setitem(sys.modules, "triton", None)
     for name in [name for name in sys.modules if name.startswith("fa_advisor.kernels.")]:
-        if name.rsplit(".", 1)[1] in {"op", "launch", "forward", "backward", "score", "tiles"}:
+        if name.rsplit(".", 1)[1] in {"op", "launch", "kinds", "forward", "backward", "score"}:
             monkeypatch.delitem(sys.modules, name)
     with pytest.raises(ImportError, match="needs Triton, which isn't installed: pip install"):
         api._gpu_attention(SimpleNamespace(get_device=lambda: 0))  # type: ignore[arg-type]

@@ -20,11 +20,14 @@ from typing import Any
 import pytest
 import torch
 
+from fa_advisor.budgets.given import given_on
+from fa_advisor.budgets.table import Problem
 from fa_advisor.kernels import kinds
 from fa_advisor.kernels import launch as launches
 from fa_advisor.kernels.hopper import plan
 from fa_advisor.kernels.kinds import Inputs, Options
 from fa_advisor.kernels.launcher import Launch
+from fa_advisor.probes.gpus import lookup
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="no Triton")
 
@@ -86,6 +89,27 @@ def test_the_backward_of_wide_heads_compiles_for_hopper(
     (row,) = compiled([(kernel, dim, dim_v, dtype, call)])
     assert row["smem_bytes"] <= LIMIT
     assert row["stack_bytes"] <= MOST_STACK_BYTES
+
+
+@pytest.mark.parametrize("call", ["plain", "causal", "ragged"])
+@pytest.mark.parametrize("dims", [(64, 64), (96, 128), (128, 128)])
+def test_the_backward_compiles_for_hopper(dims: tuple[int, int], call: str) -> None:
+    (row,) = compiled([("backward", *dims, "bf16", call)])
+    assert row["smem_bytes"] <= LIMIT
+    assert row["stack_bytes"] <= MOST_STACK_BYTES
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)])
+def test_the_budget_counts_the_buffers_that_are_compiled(dims: tuple[int, int]) -> None:
+    problem = Problem(head_dim=dims[0], value_head_dim=dims[1], dtype="bf16", is_causal=True)
+    names = {
+        "hopper forward": "forward", "hopper backward": "backward", "hopper keys": "backward",
+        "hopper queries": "queries",
+    }  # fmt: skip
+    for one in given_on(problem, lookup("h100"), ("fwd", "bwd")):
+        (row,) = compiled([(names[one.kernel], *dims, "bf16", "causal")])
+        counted = sum(one.in_smem.values())
+        assert counted <= row["smem_bytes"] <= 1.01 * counted
 
 
 def query(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:

@@ -370,3 +370,43 @@ def test_the_kernel_is_named_by_its_path(tmp_path: Path, monkeypatch: pytest.Mon
     assert seen[0].constants == {"M": 64, "N": 32, "D": 96, "ON": True}
     assert [row.num_stages for row in table.budgets] == [2, 3]
     assert all(row.kernel == "attention" and row.time_ms is None for row in table.budgets)
+
+
+class TestHopper:
+    """The kernels whose tiles aren't chosen: a row each on compute capability 9.0."""
+
+    @pytest.mark.parametrize("head_dim", [40, 64, 80, 96, 128, 160, 192, 256])
+    @pytest.mark.parametrize("value_head_dim", [None, 64, 128])
+    @pytest.mark.parametrize("is_causal", [False, True])
+    def test_rows(self, head_dim: int, value_head_dim: int | None, is_causal: bool) -> None:
+        table = fa_advisor.budget(
+            head_dim, value_head_dim=value_head_dim, is_causal=is_causal, gpu="h100", modelled=True
+        )
+        rows = [row for row in table.budgets if row.kernel.startswith("hopper ")]
+        wide = max(head_dim, value_head_dim or 0) > 128
+        backward = ["hopper keys", "hopper queries"] if wide else ["hopper backward"]
+        assert [row.kernel for row in rows] == ["hopper forward", *backward]
+        for row in rows:
+            assert row.fits and row.ctas_per_sm >= 1
+            assert row.smem_bytes == sum(row.in_smem.values())
+        assert any("FA_ADVISOR_KERNELS" in note for note in table.notes)
+        assert "hopper, forward" in to_text((table,))
+
+    @pytest.mark.parametrize(
+        "given",
+        [{"gpu": "a100"}, {"gpu": "b200"}, {"dtype": "fp32"}, {"tiles": [(64, 64)]}],
+    )
+    def test_none_where_they_do_not_run(self, given: dict[str, Any]) -> None:
+        table = fa_advisor.budget(64, **{"gpu": "h100", "modelled": True, **given})
+        assert not [row for row in table.budgets if row.kernel.startswith("hopper ")]
+        assert not any("FA_ADVISOR_KERNELS" in note for note in table.notes)
+
+    def test_none_for_dims_that_they_leave(self) -> None:
+        for head_dim in (16, 32, 44, 72 + 1):
+            table = fa_advisor.budget(head_dim, gpu="h100", modelled=True)
+            assert not [row for row in table.budgets if row.kernel.startswith("hopper ")]
+
+    def test_one_direction(self) -> None:
+        table = fa_advisor.budget(64, gpu="h100", modelled=True, direction="bwd")
+        kernels = {row.kernel for row in table.budgets}
+        assert kernels == {"keys", "queries", "hopper backward"}
