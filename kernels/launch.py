@@ -104,10 +104,10 @@ def misaligned(*tensors: Tensor | None) -> tuple[int, ...]:
     return tuple(i for i, t in enumerate(tensors) if t is not None and t.data_ptr() & 15)
 
 
-def _keep(key: Any, plan: Any) -> Any:
-    if len(_plans) >= _PLANS_KEPT:
-        _plans.clear()
-    _plans[key] = plan
+def _keep(key: Any, plan: Any, known: dict[Any, Any] = _plans) -> Any:
+    if len(known) >= _PLANS_KEPT:
+        known.clear()
+    known[key] = plan
     return plan
 
 
@@ -165,6 +165,7 @@ class Forward(NamedTuple):
 
     Called with inputs of its kind it gives out, lse (fp32 [B, H, Lq] or [H, total]) and the row
     statistics that backward needs: fp32 [2, *lse's shape] with an additive bias, else None.
+    backwards: the plans of such calls' backward, by what the forward doesn't say already.
     """
 
     launch: Launch | hopper.Scheduled | None
@@ -173,6 +174,7 @@ class Forward(NamedTuple):
     lse: tuple[Any, Any]
     copies: bool
     additive: bool
+    backwards: dict[Any, _Backward]
 
     def __call__(self, x: Inputs) -> tuple[Tensor, Tensor, Tensor | None]:
         """out, lse and the statistics."""
@@ -290,6 +292,7 @@ def _plan_forward(x: Inputs, o: Options) -> Forward:
         lse=(lse_shape, lse.stride()),
         copies=q is not x.query or k is not x.key or v is not x.value,
         additive=kind.bias == ADDITIVE,
+        backwards={},
     )
 
 
@@ -314,14 +317,32 @@ class _Backward(NamedTuple):
 def backward(
     x: Inputs, o: Options, grad_out: Tensor, grad_lse: Tensor | None,
     out: Tensor, lse: Tensor, statistics: Tensor | None, need_bias: bool,
+    forward: Forward | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:  # fmt: skip
-    """dQ, dK, dV, the bias's gradient (None unless `need_bias`) and delta."""
+    """dQ, dK, dV, the bias's gradient (None unless `need_bias`) and delta.
+
+    forward: the call's plan, if it is at hand: then its kind needn't be worked out again.
+    """
     q, k, v, g, bias = x.query, x.key, x.value, grad_out, x.bias
     exact = torch.are_deterministic_algorithms_enabled()
-    key = _key("backward", o, x, g, grad_lse, out, flags=(need_bias, exact))
-    plan: _Backward | None = _plans.get(key)
+    key: Any
+    if forward is None:
+        known = _plans
+        key = _key("backward", o, x, g, grad_lse, out, flags=(need_bias, exact))
+    else:
+        known = forward.backwards
+        # What was saved may come back with other strides: from a hook that keeps it elsewhere.
+        tf32 = q.dtype is torch.float32 and allow_tf32()
+        key = (
+            need_bias, exact, tf32, q.stride(), k.stride(), v.stride(), g.stride(), out.stride(),
+            None if bias is None else bias.stride(),
+            None if grad_lse is None else grad_lse.stride(),
+            misaligned(*x, g, grad_lse, out),
+        )  # fmt: skip
+    plan: _Backward | None = known.get(key)
     if plan is None:
-        plan = _keep(key, _plan_backward(x, o, g, grad_lse, out, lse, need_bias, exact))
+        plan = _plan_backward(x, o, g, grad_lse, out, lse, need_bias, exact)
+        _keep(key, plan, known)
     if plan.copies:
         q, k, v, g = addressable(q), addressable(k), addressable(v), addressable(g)
     device = q.device

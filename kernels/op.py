@@ -249,7 +249,7 @@ class _Direct(torch.autograd.Function):
         out, lse, statistics = plan(Inputs(*inputs))
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*inputs, out, lse, statistics)
-        ctx.options = options
+        ctx.plan, ctx.options = plan, options
         return out, lse
 
     @staticmethod
@@ -274,7 +274,7 @@ class _Direct(torch.autograd.Function):
         else:
             x = Inputs(*inputs)
             dq, dk, dv, dbias, delta = launch.backward(
-                x, ctx.options, grad_out, grad_lse, out, lse, statistics, need_bias
+                x, ctx.options, grad_out, grad_lse, out, lse, statistics, need_bias, ctx.plan
             )
             dsinks = _sinks_gradient(x, lse, delta) if need_sinks else None
         return None, None, dq, dk, dv, dbias, dsinks, None, None, None, None

@@ -442,3 +442,14 @@ def test_forward_mode_and_vmap_over_a_gradient_are_refused_in_words() -> None:
         by_kernel(torch.autograd.forward_ad.make_dual(q, q), k, v)
     with pytest.raises(RuntimeError, match="vmap over a gradient"):
         torch.func.vmap(torch.func.grad(lambda a: by_kernel(a, k, v).sum()))(torch.stack([q, q]))
+
+
+def test_what_was_saved_may_come_back_with_other_strides() -> None:
+    """As from a hook that keeps activations elsewhere: the second backward of a kind of call."""
+    x = [torch.randn(1, 20, 2, 16).transpose(1, 2).requires_grad_() for _ in range(3)]
+    grad = torch.randn(1, 2, 20, 16)
+    plain = torch.autograd.grad(by_kernel(*x, is_causal=True), x, grad)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t.contiguous()):
+        out = by_kernel(*x, is_causal=True)
+    for a, b in zip(torch.autograd.grad(out, x, grad), plain, strict=True):
+        torch.testing.assert_close(a, b)
