@@ -116,7 +116,7 @@ class Launch:
         """The tile compiled, or the next that has room for this call in memory and registers.
 
         The table's tiles do for plain calls. Operands that tensor descriptors can't name, masks
-        and dropout take more.
+        and dropout take more. A limit on registers must not be what makes a tile spill.
         """
         best: _Ready | None = None
         current = self._tile
@@ -134,7 +134,7 @@ class Launch:
                 attempts += 1
                 if best is None or ready.stack_bytes < best.stack_bytes:
                     best = ready
-                if ready.stack_bytes <= most:
+                if ready.stack_bytes <= (0 if current.max_registers is not None else most):
                     return ready
                 following = lighter(current, self._name) if attempts < _MOST_ATTEMPTS else None
             if following is None:
