@@ -257,11 +257,6 @@ def kept_budgets(problem: Problem, device: DeviceSpec, most: int) -> tuple[TileB
         budget_of(candidate, problem, device, outcome)
         for candidate, outcome in zip(grid, known, strict=True)
     ]
-    more = given_on(problem, device, ("fwd", "bwd"))
-    outcomes: list[Compiled | None] = [None] * len(more)
-    if available() is None:
-        outcomes = compile_all([_given_request(one, problem) for one in more], only_kept=True)
-    rows += [row_of(one, problem, device, each) for one, each in zip(more, outcomes, strict=True)]
     table = budget_table(rows, problem, device)
     kernels = dict.fromkeys(row.kernel for row in table.budgets)
     return tuple(

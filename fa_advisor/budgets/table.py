@@ -165,14 +165,17 @@ def budget_table(
 ) -> BudgetTable:
     """The rows in the order of use, with what only shows between them.
 
-    Order within a kernel: tiles that fit, with a result, that a launch accepts; then by predicted
-    time; then by shared memory. `padded`: whether the kernels pad head dims, as those bundled do.
+    Order within a kernel: tiles that fit, with a result, that a launch accepts; where some were
+    compiled, those; then by predicted time; then by shared memory. `padded`: whether the kernels
+    pad head dims, as those bundled do.
     """
     by_kernel: dict[str, list[TileBudget]] = {}
     for row in rows:
         by_kernel.setdefault(row.kernel, []).append(row)
     for kernel, own in by_kernel.items():
-        own.sort(key=_rank)
+        # What wasn't compiled where others were, as it would take minutes, mustn't come first.
+        known = any(row.basis == "compiled" for row in own)
+        own.sort(key=lambda row: (*_rank(row)[:3], known and row.basis == "modelled", _rank(row)))
         by_kernel[kernel] = [
             replace(row, warnings=(*row.warnings, *_between(row, own, by_kernel))) for row in own
         ]

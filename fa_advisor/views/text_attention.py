@@ -254,7 +254,8 @@ def tiles(report: ReportBody, page: Page) -> Iterator[Text]:
         yield from table(page, columns, [_tile(tile, registers, spills) for tile in run])
     bases = " and ".join(sorted({tile.basis for tile in report.budgets}))
     legend = (
-        f"{bases}; textbook: Q, K, V, S and O in the input dtype; shared: what the kernel takes"
+        f"{bases}; textbook: Q, K, V, S and O in the input dtype; shared: what the kernel takes;"
+        " regs: ~ modelled, + wants more and spills; in the order of use"
     )
     yield from page.wrapped(Text(legend, style="dim"))
 
@@ -266,6 +267,9 @@ def _kernel(tile: TileBudget) -> tuple[int, str, str, str]:
 def _tile(tile: TileBudget, registers: bool, spills: bool) -> Row:
     spilled = "" if tile.spill_bytes is None else f"{tile.spill_bytes} B"
     per_thread = "" if tile.registers_per_thread is None else str(tile.registers_per_thread)
+    if per_thread and tile.basis == "modelled":
+        over = "+" if any("spill" in warning for warning in tile.warnings) else ""
+        per_thread = f"~{per_thread}{over}"
     return Row(
         (
             f"{tile.block_m} x {tile.block_n}",

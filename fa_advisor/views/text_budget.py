@@ -82,7 +82,9 @@ def _table(budgets: BudgetTable, page: Page) -> Iterator[Text]:
     for kernel, run in groupby(budgets.budgets, key=lambda row: row.kernel):
         rows = list(run)
         yield Text("")
-        title = _TITLES.get(kernel, kernel)
+        # Somebody's own function may have a bundled kernel's name.
+        bundled = rows[0].smem_modelled_bytes is not None
+        title = _TITLES.get(kernel, kernel) if bundled else kernel
         yield from page.wrapped(Text(page.plain(title), style="bold"))
         yield from _rows(rows, page)
         if kernel in budgets.explanations:
@@ -125,6 +127,7 @@ def _row(row: TileBudget, page: Page, *, timed: bool, modelled: bool, compiled: 
     glyph = bad if failed or not row.fits else careful if row.warnings else good
     style = "red" if failed or not row.fits else "yellow" if row.warnings else "green"
     exact = row.basis == "compiled"
+    shown = not failed and (exact or row.smem_modelled_bytes is not None)
     # What spills shows in its own column, or as a plus sign.
     detail = [page.plain(warning) for warning in row.warnings if "spill" not in warning]
     if row.error is not None:
@@ -139,10 +142,14 @@ def _row(row: TileBudget, page: Page, *, timed: bool, modelled: bool, compiled: 
             *((_kib(row.smem_bytes) if exact else "",) if compiled else ()),
             _registers(row, exact),
             *(("" if row.spill_bytes is None else str(row.spill_bytes),) if compiled else ()),
-            str(row.ctas_per_sm) if exact or row.smem_modelled_bytes else "",
-            f"{row.occupancy:.0%}",
-            row.limiter,
-            *((f"{row.time_ms:.2f}" if row.time_ms is not None else "",) if timed else ()),
+            str(row.ctas_per_sm) if shown else "",
+            f"{row.occupancy:.0%}" if shown else "",
+            row.limiter if shown else "",
+            *(
+                (f"{row.time_ms:.2f}" if shown and row.time_ms is not None else "",)
+                if timed
+                else ()
+            ),
         ),
         style=style,
         detail=detail,

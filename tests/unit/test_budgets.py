@@ -410,3 +410,28 @@ class TestHopper:
         table = fa_advisor.budget(64, gpu="h100", modelled=True, direction="bwd")
         kernels = {row.kernel for row in table.budgets}
         assert kernels == {"keys", "queries", "hopper backward"}
+
+
+def test_what_was_not_compiled_comes_after_what_was() -> None:
+    """Exact fp32 tiles that the compiler would take minutes over, and that would spill."""
+    device, fp32 = lookup("h100"), problem(128, dtype="fp32")
+    grid = candidates(("fwd", "bwd"))
+    slow = Compiled(registers=128, stack_bytes=0, smem_bytes=40_000)
+    rows = [
+        budget_of(each, fp32, device, slow if i % 3 == 0 else None) for i, each in enumerate(grid)
+    ]
+    table = budget_table(rows, fp32, device)
+    for kernel in ("forward", "keys", "queries"):
+        bases = [row.basis for row in table.budgets if row.kernel == kernel and row.fits]
+        assert bases == sorted(bases)  # "compiled" before "modelled".
+        assert bases[0] == "compiled" and bases[-1] == "modelled"
+
+
+def test_a_function_of_ones_own_keeps_its_name_as_heading() -> None:
+    rows = [
+        replace(
+            budget_of(candidates(("fwd",))[0], problem(), lookup("h100")), smem_modelled_bytes=None
+        )
+    ]
+    text = to_text((budget_table(rows, problem(), lookup("h100")),))
+    assert "out and lse" not in text
