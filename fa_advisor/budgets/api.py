@@ -178,7 +178,16 @@ def tables(
             )
     grid = candidates(directions, tiles=tiles, warps=num_warps, stages=num_stages)
     wanted = [(device, candidate) for device in devices for candidate in grid]
+    # Of tiles that were asked for, these have none.
+    asked = bool(tiles or num_warps or num_stages)
+    fixed = [
+        (place, one)
+        for place, device in enumerate(devices)
+        if not asked
+        for one in given_on(problem, device, directions)
+    ]
     compiled: dict[int, Compiled] = {}
+    of_fixed: Sequence[Compiled | None] = [None] * len(fixed)
     if missing and not modelled:
         notes = [*notes, missing]
     elif not modelled:
@@ -189,8 +198,10 @@ def tables(
             and not endless(candidate, problem)
         ]  # fmt: skip
         requests = [_request(*wanted[i], problem) for i in hopeful]
+        requests += [_given_request(one, problem) for _, one in fixed]
         outcomes = _compile(requests, progress, timeout_s)
-        compiled = dict(zip(hopeful, outcomes, strict=True))
+        compiled = dict(zip(hopeful, outcomes, strict=False))
+        of_fixed = outcomes[len(hopeful) :]
     rows = [
         budget_of(candidate, problem, device, compiled.get(i))
         for i, (device, candidate) in enumerate(wanted)
@@ -199,18 +210,13 @@ def tables(
     found = []
     for i, device in enumerate(devices):
         own = rows[i * size : (i + 1) * size]
-        # Of tiles that were asked for, these have none.
-        more = () if tiles or num_warps or num_stages else given_on(problem, device, directions)
-        if more and not modelled and not missing:
-            outcomes = _compile([_given_request(one, problem) for one in more], None, timeout_s)
-            own += [
-                row_of(one, problem, device, outcome)
-                for one, outcome in zip(more, outcomes, strict=True)
-            ]
-        else:
-            own += [row_of(one, problem, device) for one in more]
+        more = [
+            row_of(one, problem, device, outcome)
+            for (place, one), outcome in zip(fixed, of_fixed, strict=True)
+            if place == i
+        ]
         said = [*notes, NOTE] if more else notes
-        found.append(budget_table(own, problem, device, said))
+        found.append(budget_table([*own, *more], problem, device, said))
     return found
 
 
