@@ -4,9 +4,9 @@
 
 Random lengths, heads and batches over a fixed set of options, forward and backward, each held
 against torch's own computation in float32: relative error at most 1 % of out and 2 % of a gradient
-in bf16. A watchdog ends a process that makes no progress for a minute; of one that dies, the result
-holds the call that it was at and what it last said. The Hopper kernels are asked for, unless
-FA_ADVISOR_KERNELS says otherwise. Needs a GPU.
+in bf16. Each process takes some of the sets, so that none is compiled twice. A watchdog ends a
+process that makes no progress for two minutes; of one that dies, the result holds the call that it
+was at and what it last said. Needs a GPU.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import random
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -28,7 +29,7 @@ from provenance import write
 import fa_advisor
 from fa_advisor.kernels import reference
 
-PATIENCE_S = 60
+PATIENCE_S = 120
 KINDS: tuple[dict[str, Any], ...] = (
     {"dim": 64},
     {"dim": 64, "is_causal": True},
@@ -54,9 +55,11 @@ KINDS: tuple[dict[str, Any], ...] = (
 )
 
 
-def call(draw: random.Random) -> tuple[dict[str, Any], list[torch.Tensor], dict[str, Any]]:
-    """A random call: what it is, q, k, v, and its options."""
-    kind = dict(draw.choice(KINDS))
+def call(
+    draw: random.Random, kinds: Sequence[dict[str, Any]]
+) -> tuple[dict[str, Any], list[torch.Tensor], dict[str, Any]]:
+    """A random call of one of the kinds: what it is, q, k, v, and its options."""
+    kind = dict(draw.choice(kinds))
     dim, packed = kind.pop("dim"), kind.pop("packed", False)
     short, mask = kind.pop("short", False), kind.pop("mask", None)
     groups = draw.choice((1, 2))
@@ -98,7 +101,10 @@ def call(draw: random.Random) -> tuple[dict[str, Any], list[torch.Tensor], dict[
 
 
 def wrong(tensors: list[torch.Tensor], options: dict[str, Any]) -> dict[str, float]:
-    """Relative errors beyond what is allowed, by name."""
+    """Relative errors beyond what is allowed, by name.
+
+    A gradient that is nothing but rounding, as with a single key, is held against dO.
+    """
     leaves = [t.requires_grad_() for t in tensors]
     out = fa_advisor.flash_attention(*leaves, **options)
     grad = torch.randn_like(out)
@@ -110,47 +116,52 @@ def wrong(tensors: list[torch.Tensor], options: dict[str, Any]) -> dict[str, flo
     true, _ = reference.attention(*wide, dtype=torch.float32, **expected)
     truth = [true, *torch.autograd.grad(true, wide, grad.float())]
     beyond = {}
+    least = 1e-3 * float(grad.float().norm())
     for name, one, other in zip(("out", "dq", "dk", "dv"), found, truth, strict=True):
-        error = float((one.detach().float() - other).norm() / other.norm().clamp(min=1e-6))
+        size = max(float(other.detach().norm()), least, 1e-6)
+        error = float((one.detach().float() - other.detach()).norm()) / size
         if not error <= (1e-2 if name == "out" else 2e-2):
             beyond[name] = error
     return beyond
 
 
-def worker(seed: int, count: int) -> None:
+def worker(seed: int, count: int, processes: int, seconds: int) -> None:
+    """`count` calls of this process's kinds, or fewer where the time is over."""
     draw = random.Random(seed)
     torch.manual_seed(seed)
-    began, failures = time.time(), []
-    for _ in range(count):
+    began, failures, done = time.time(), [], 0
+    while done < count and time.time() < began + seconds:
         faulthandler.dump_traceback_later(PATIENCE_S, exit=True)
-        told, tensors, options = call(draw)
+        told, tensors, options = call(draw, KINDS[seed::processes])
+        done += 1
         print(json.dumps({"at": told}), flush=True)
         beyond = wrong(tensors, options)
         if beyond:
             failures.append({"call": told, "errors": beyond})
     faulthandler.cancel_dump_traceback_later()
-    print(json.dumps({"done": count, "failures": failures, "seconds": time.time() - began}))
+    print(json.dumps({"done": done, "failures": failures, "seconds": time.time() - began}))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=10_000)
-    parser.add_argument("--processes", type=int, default=8)
-    parser.add_argument("--one", type=int, nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--processes", type=int, default=len(KINDS), help="at most as many")
+    parser.add_argument("--seconds", type=int, default=3600, help="at most; compiling included")
+    parser.add_argument("--one", type=int, nargs=4, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    os.environ.setdefault("FA_ADVISOR_KERNELS", "hopper")
     if args.one:
         worker(*args.one)
         return
-    each = -(-args.count // args.processes)
+    processes = min(args.processes, len(KINDS))
+    given = [str(n) for n in (-(-args.count // processes), processes, args.seconds)]
     running = [
         subprocess.Popen(
-            [sys.executable, __file__, "--one", str(seed), str(each)],
+            [sys.executable, __file__, "--one", str(seed), *given],
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )
-        for seed in range(args.processes)
+        for seed in range(processes)
     ]  # fmt: skip
-    with ThreadPoolExecutor(args.processes) as pool:
+    with ThreadPoolExecutor(processes) as pool:
         ends = list(pool.map(lambda process: process.communicate(), running))
     rows: list[dict[str, Any]] = []
     dead = []
@@ -163,6 +174,7 @@ def main() -> None:
             dead.append({"seed": seed, "status": status, **last, "said": said[-1500:]})
     figures = {
         "question": __doc__,
+        "kernels": os.environ.get("FA_ADVISOR_KERNELS", "as they come"),
         "shapes": sum(row["done"] for row in rows),
         "died_or_hung": dead,
         "wrong": [failure for row in rows for failure in row["failures"]],
