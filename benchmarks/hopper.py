@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import statistics
 import subprocess
 import sys
@@ -215,7 +214,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    os.environ.setdefault("FA_ADVISOR_KERNELS", "hopper")
     if args.one:
         worker(args.one[0], args.one[1] == "1")
         return

@@ -286,3 +286,42 @@ def cases(draw: st.DrawFn, longest: int = 40, widest: int = 40) -> Case:
         scale=pick(None, None, 0.3, -0.2, 0.0),
         magnitude=pick(1.0, 1.0, 4.0),
     )
+
+
+@st.composite
+def hopper_cases(draw: st.DrawFn, shortest: int, longest: int) -> Case:
+    """Every feature that the Hopper kernels have, crossed."""
+    pick: Callable[..., Any] = lambda *values: draw(st.sampled_from(values))  # noqa: E731
+    middle = (shortest + longest) // 256 * 128
+    length = st.integers(shortest, longest) | st.sampled_from([middle, middle + 1])
+    side = st.integers(-1, longest * 2 // 3)
+    short = st.integers(0, 300) | st.sampled_from([0, 1, 63, 64, 65, 127, 128, 129])
+    kv_heads = pick(1, 2)
+    packed = pick(False, False, True)
+    padding = pick(False, False, False, True) and not packed
+    causal = pick(False, True) and not padding
+    dim = pick(40, 64, 64, 72, 96, 128, 128, 128, 160, 192, 256)
+    lengths = ()
+    if packed:
+        lens = draw(st.lists(st.tuples(short, short), min_size=0, max_size=4))
+        lengths = (*lens, (draw(length), draw(length)), *lens[:2])
+    return Case(
+        batch=pick(1, 2),
+        heads=kv_heads * pick(1, 1, 3),
+        kv_heads=kv_heads,
+        len_q=draw(length),
+        len_k=draw(length),
+        head_dim=dim,
+        value_dim=pick(None, None, None, 48, 128),
+        lengths=lengths,
+        layout=pick("BHLD", "BLHD") if not packed else "BHLD",
+        mask="B11K" if padding else None,
+        mask_kind=pick("bool", "band"),
+        is_causal=causal,
+        window=draw(st.none() | st.none() | st.tuples(side, side)),
+        bottom_right=pick(False, True),
+        softcap=pick(0.0, 0.0, 0.0, 15.0),
+        sinks=pick(False, False, True),
+        scale=pick(None, None, 0.3),
+        magnitude=pick(1.0, 1.0, 4.0),
+    )

@@ -257,11 +257,18 @@ def foreign_tables(
 def kept_budgets(problem: Problem, device: DeviceSpec, most: int) -> tuple[TileBudget, ...]:
     """For a report: of each kernel the first `most`, compiled where that was done before."""
     grid = candidates(("fwd", "bwd"))
-    requests = [_request(device, candidate, problem) for candidate in grid]
-    known = compile_all(requests, only_kept=True) if available() is None else [None] * len(grid)
+    fixed = given_on(problem, device, ("fwd", "bwd"))
+    requests = [_given_request(one, problem) for one in fixed]
+    requests += [_request(device, candidate, problem) for candidate in grid]
+    known: Sequence[Compiled | None] = [None] * len(requests)
+    if available() is None:
+        known = compile_all(requests, only_kept=True)
     rows = [
+        row_of(one, problem, device, outcome) for one, outcome in zip(fixed, known, strict=False)
+    ]
+    rows += [
         budget_of(candidate, problem, device, outcome)
-        for candidate, outcome in zip(grid, known, strict=True)
+        for candidate, outcome in zip(grid, known[len(fixed) :], strict=True)
     ]
     table = budget_table(rows, problem, device)
     kernels = dict.fromkeys(row.kernel for row in table.budgets)

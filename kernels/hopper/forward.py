@@ -35,17 +35,15 @@ def _turns(schedule, total):
 
 @gluon.jit
 def _work(
-    t, cu_q, cu_k, spans, numbers, SCHEDULED: gl.constexpr, VARLEN: gl.constexpr,
-    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, BOTTOM_RIGHT: gl.constexpr,
-    PADDING: gl.constexpr, ROWS: gl.constexpr, BN: gl.constexpr,
+    t, cu_q, cu_k, numbers, SCHEDULED: gl.constexpr, VARLEN: gl.constexpr,
+    HAS_RIGHT: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
-    """Which rows the t-th piece of work is, and the keys it reads.
+    """Which head and rows the t-th piece of work is, and the sequence that they are of.
 
-    [begin, end): the keys that some row sees; [full, rest): whole tiles that every row sees.
     Without a schedule heads run in groups whose keys and values stay in L2; in one, the longest
     rows come first.
     """
-    len_q, len_k, batch_heads, heads, blocks, side_by_side, left, right, span_b, span_h = numbers
+    len_q, len_k, batch_heads, heads, blocks, side_by_side, _left, _right, _b, _h = numbers
     if SCHEDULED:
         batch_head = t // blocks
         block = t % blocks
@@ -59,7 +57,6 @@ def _work(
             block = blocks - 1 - block
     batch = batch_head // heads
     head = batch_head % heads
-    row_start = block * ROWS
     first_q = 0
     first_k = 0
     if VARLEN:
@@ -67,6 +64,20 @@ def _work(
         first_k = gl.load(cu_k + batch)
         len_q = gl.load(cu_q + batch + 1) - first_q
         len_k = gl.load(cu_k + batch + 1) - first_k
+    return batch, head, block * ROWS, (first_q, len_q, first_k, len_k)
+
+
+@gluon.jit
+def _keys_of(
+    row_start, batch, head, sequence, spans, numbers,
+    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, BOTTOM_RIGHT: gl.constexpr,
+    PADDING: gl.constexpr, ROWS: gl.constexpr, BN: gl.constexpr,
+):  # fmt: skip
+    """The keys that ROWS rows see. [begin, end): those that some row sees, and `begin` is a
+    tile's first; [full, rest): whole tiles that every row sees.
+    """
+    _len_q, _len_k, _n, _heads, _blocks, _side, left, right, span_b, span_h = numbers
+    _first_q, len_q, _first_k, len_k = sequence
     shift = 0
     if BOTTOM_RIGHT:
         shift = len_k - len_q
@@ -90,11 +101,8 @@ def _work(
         full = gl.maximum(full, (gl.minimum(gl.load(at + 2), last) + BN - 1) // BN * BN)
         full = gl.minimum(gl.maximum(full, begin), last)
         rest = gl.maximum(gl.minimum(rest, gl.load(at + 3) // BN * BN), full)
-    if VARLEN:
-        end = gl.where(row_start < len_q, end, begin)
-    queries = (row_start, first_q, len_q)
-    keys = (first_k, len_k, begin, full, rest, end)
-    return batch, head, shift, queries, keys
+    end = gl.where(row_start < len_q, end, begin)
+    return begin, full, rest, end
 
 
 @gluon.jit
@@ -119,12 +127,14 @@ def _produce(
         if schedule is not None:
             # Asked for now, so that it is there when its turn comes.
             following_t = gl.load(schedule + turn + 1)
-        batch, head, _shift, queries, keys = _work(
-            t, cu_q, cu_k, spans, numbers, schedule is not None, VARLEN, HAS_LEFT, HAS_RIGHT,
-            BOTTOM_RIGHT, PADDING, BM * CONSUMERS, BN,
+        batch, head, row_start, sequence = _work(
+            t, cu_q, cu_k, numbers, schedule is not None, VARLEN, HAS_RIGHT, BM * CONSUMERS
         )  # fmt: skip
-        row_start, first_q, len_q = queries
-        first_k, len_k, begin, _full, _rest, end = keys
+        first_q, len_q, first_k, len_k = sequence
+        begin, _full, _rest, end = _keys_of(
+            row_start, batch, head, sequence, spans, numbers,
+            HAS_LEFT, HAS_RIGHT, BOTTOM_RIGHT, PADDING, BM * CONSUMERS, BN,
+        )  # fmt: skip
         if end > begin:
             a, b, row = origin(batch, first_q, len_q, VARLEN)
             for c in gl.static_range(CONSUMERS):
@@ -174,13 +184,28 @@ def _product(
 
 
 @gluon.jit
-def _softmax(
-    s, m, z, start, rows, bias,
-    MASKED: gl.constexpr, HAS_LEFT: gl.constexpr, PADDING: gl.constexpr, SOFTCAP: gl.constexpr,
-    BN: gl.constexpr, S: gl.constexpr,
-):  # fmt: skip
-    """exp2 of a tile's logits less the row's maximum, and the maxima and sums so far.
+def _unless(s, offset, limit, PASSES: gl.constexpr):
+    """Logits, or -inf where an offset passes ("lt", "gt") the limit.
 
+    As one step: compared by itself, a tile gives more predicates than there are registers for.
+    """
+    CODE: gl.constexpr = (
+        "{ .reg .pred p; setp." + PASSES + ".s32 p, $2, $3; selp.f32 $0, 0fFF800000, $1, p; }"
+    )
+    return gl.inline_asm_elementwise(
+        CODE, "=f,f,r,r", [s, offset, limit], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def _softmax(
+    s, m, start, rows, bias,
+    MASKED: gl.constexpr, HAS_LEFT: gl.constexpr, PADDING: gl.constexpr, SOFTCAP: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, S: gl.constexpr,
+):  # fmt: skip
+    """exp2 of a tile's logits less the row's maximum so far, that, sums, and what it rescales by.
+
+    The sums are of each thread's own columns, four to a row: the loop needs no more of them.
     lowest, highest: the first and last key that each row sees.
     """
     lowest, highest, padding, stride_bn, scale, softcap, len_k = rows
@@ -189,25 +214,55 @@ def _softmax(
         s = cheap_tanh(s * (scale / softcap)) * softcap
         factor = LOG2E
     if MASKED:
-        cols = start + gl.arange(0, BN, layout=gl.SliceLayout(0, S))
-        seen = cols[None, :] <= highest[:, None]
+        offsets = gl.arange(0, BN, layout=gl.SliceLayout(0, S))
+        s = _unless(s, offsets[None, :], (highest - start)[:, None], "gt")
         if HAS_LEFT:
-            seen = seen & (cols[None, :] >= lowest[:, None])
+            s = _unless(s, offsets[None, :], (lowest - start)[:, None], "lt")
         if PADDING:
+            cols = start + offsets
             shown = gl.load(
                 bias + padding + cols.to(gl.int64) * stride_bn, mask=cols < len_k, other=0
             )
-            seen = seen & (shown != 0)[None, :]
-        s = gl.where(seen, s, float("-inf"))
+            s = gl.where((shown != 0)[None, :], s, float("-inf"))
     new = gl.maximum(m, gl.max(s, axis=1) * factor)
     base = new
     if MASKED:
         # A row that has seen no key yet: -inf - -inf would be NaN.
         base = gl.where(new == float("-inf"), 0.0, new)
     p = gl.exp2(s * factor - base[:, None])
-    alpha = gl.exp2(m - base)
-    z = z * alpha + gl.sum(p, axis=1)
-    return p, new, z, alpha
+    sums = gl.sum(gl.sum(p.reshape([BM, BN // 8, 4, 2]), axis=3), axis=1)
+    return p, new, sums, gl.exp2(m - base)
+
+
+@gluon.jit
+def _packed(weights, dtype: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr):
+    """A tile of weights as pairs in int32: what a loop hands to the next loop.
+
+    Sixteen bits each, they would be taken apart and put together again in every round.
+    """
+    low, high = gl.split(weights.reshape([BM, BN // 2, 2]))
+    if dtype == gl.bfloat16:
+        pairs = gl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [low, high],
+            dtype=gl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        pairs = gl.inline_asm_elementwise(
+            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [low, high],
+            dtype=gl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+    return pairs
+
+
+@gluon.jit
+def _unpacked(pairs, dtype: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, P: gl.constexpr):
+    """`_packed` undone: the first operand of the product with V."""
+    low, high = gl.inline_asm_elementwise(
+        "mov.b32 {$0, $1}, $2;", "=h,=h,r", [pairs],
+        dtype=(gl.int16, gl.int16), is_pure=True, pack=1,
+    )  # fmt: skip
+    weights = gl.join(low, high).reshape([BM, BN]).to(dtype, bitcast=True)
+    return gl.convert_layout(weights, P)
 
 
 @gluon.jit
@@ -233,20 +288,40 @@ def _attend(
         mbarrier.wait(k_ready.index(following), next_phase)
         s = _product(q_s, k_s, following, CID, PARTS, BM, BN, S)
         mbarrier.wait(v_ready.index(slot), phase)
-        acc = warpgroup_mma(p, v_s.index(slot).reshape([BN, BLOCK_DV]), acc, is_async=True)
+        v = v_s.index(slot).reshape([BN, BLOCK_DV])
+        acc = warpgroup_mma(_unpacked(p, q_s.dtype, BM, BN, P), v, acc, is_async=True)
         s = warpgroup_mma_wait(1, deps=(s,))
         mbarrier.arrive(k_empty.index(following), count=1)
-        weights, m, z, alpha = _softmax(
-            s, m, z, high - back, rows, bias,
-            MASKED, HAS_LEFT, PADDING, SOFTCAP, BN, S,
-        )  # fmt: skip
+        weights, m, sums, alpha = _softmax(
+            s, m, high - back, rows, bias, MASKED, HAS_LEFT, PADDING, SOFTCAP, BM, BN, S
+        )
+        z = z * gl.convert_layout(alpha, gl.SliceLayout(1, sums.type.layout))[:, None] + sums
+        # Over already: but ptxas doesn't move the wait for O over it, above the exponentials.
+        mbarrier.wait(v_ready.index(slot), phase)
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(v_empty.index(slot), count=1)
         acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, OUT))[:, None]
-        p = gl.convert_layout(weights.to(p.dtype), P)
+        p = _packed(weights, q_s.dtype, BM, BN)
         slot = following
         phase = next_phase
     return acc, m, z, p, slot, phase
+
+
+@gluon.jit
+def _pass_by(high, low, slot, phase, buffers, STAGES: gl.constexpr, BN: gl.constexpr):
+    """Let the tiles of keys in [low, high) go, which only other consumers' rows see."""
+    _, _, _, _, _, _, k_ready, k_empty, v_ready, v_empty = buffers
+    for _back in range(low, high, BN):
+        # Not before they have come: a barrier must not be told of the next round in this one.
+        mbarrier.wait(k_ready.index(slot), phase)
+        mbarrier.arrive(k_empty.index(slot), count=1)
+        mbarrier.wait(v_ready.index(slot), phase)
+        mbarrier.arrive(v_empty.index(slot), count=1)
+        slot += 1
+        if slot == STAGES:
+            slot = 0
+            phase ^= 1
+    return slot, phase
 
 
 @gluon.jit
@@ -280,45 +355,60 @@ def _consume(
         if schedule is not None:
             # Asked for now, so that it is there when its turn comes.
             following_t = gl.load(schedule + turn + 1)
-        batch, head, shift, queries, keys = _work(
-            t, cu_q, cu_k, spans, numbers, schedule is not None, VARLEN, HAS_LEFT, HAS_RIGHT,
-            BOTTOM_RIGHT, PADDING, BM * CONSUMERS, BN,
+        batch, head, row_start, sequence = _work(
+            t, cu_q, cu_k, numbers, schedule is not None, VARLEN, HAS_RIGHT, BM * CONSUMERS
         )  # fmt: skip
-        row_start, first_q, len_q = queries
-        _first_k, len_k, begin, full, rest, end = keys
+        first_q, len_q, _first_k, len_k = sequence
+        all_begin, _full, _rest, all_end = _keys_of(
+            row_start, batch, head, sequence, spans, numbers,
+            HAS_LEFT, HAS_RIGHT, BOTTOM_RIGHT, PADDING, BM * CONSUMERS, BN,
+        )  # fmt: skip
         row = row_start + CID * BM
+        begin, full, rest, end = _keys_of(
+            row, batch, head, sequence, spans, numbers,
+            HAS_LEFT, HAS_RIGHT, BOTTOM_RIGHT, PADDING, BM, BN,
+        )  # fmt: skip
+        # Of what comes for all consumers: where these rows see nothing, nothing.
+        begin = gl.maximum(begin, all_begin)
+        some = end > begin
+        last = gl.where(some, (end - 1) // BN * BN, all_begin - BN)
+        begin = gl.where(some, begin, all_begin)
         local = row + gl.arange(0, BM, layout=ROW)
         m = gl.full([BM], float("-inf"), gl.float32, layout=ROW)
         z = gl.full([BM], 0.0, gl.float32, layout=ROW)
         if SINKS:
-            # A sink is a logit without a value, so the sum starts with it.
-            sink = gl.load(sinks + head).to(gl.float32)
-            z += gl.where(sink == float("-inf"), 0.0, 1.0)
-            m = gl.maximum(m, sink * LOG2E)
+            # A sink is a logit without a value.
+            sink = gl.load(sinks + head).to(gl.float32) * LOG2E
+            m = gl.maximum(m, sink)
         acc = gl.zeros([BM, BLOCK_DV], gl.float32, layout=OUT)
-        if end > begin:
+        if all_end > all_begin:
+            mbarrier.wait(q_ready.index(CID), q_phase)
+            q_phase ^= 1
+            first = (all_end - 1) // BN * BN
+            slot, phase = _pass_by(first + BN, last + BN, slot, phase, buffers, STAGES, BN)
+        if some:
             highest = gl.full([BM], len_k - 1, gl.int32, layout=ROW)
             lowest = highest
             if HAS_RIGHT:
+                shift = 0
+                if BOTTOM_RIGHT:
+                    shift = len_k - len_q
                 highest = gl.minimum(highest, local + (shift + right))
             if HAS_LEFT:
                 lowest = local + (shift - left)
             padding = batch.to(gl.int64) * stride_bb + head.to(gl.int64) * stride_bh
             rows = (lowest, highest, padding, stride_bn, scale, softcap, len_k)
-            last = (end - 1) // BN * BN
-            mbarrier.wait(q_ready.index(CID), q_phase)
-            q_phase ^= 1
             mbarrier.wait(k_ready.index(slot), phase)
             s = _product(q_s, k_s, slot, CID, PARTS, BM, BN, S)
             s = warpgroup_mma_wait(0, deps=(s,))
             mbarrier.arrive(k_empty.index(slot), count=1)
-            weights, m, z, _alpha = _softmax(
-                s, m, z, last, rows, bias,
-                CUT, HAS_LEFT, PADDING, SOFTCAP, BN, S,
-            )  # fmt: skip
-            state = (acc, m, z, gl.convert_layout(weights.to(dtype), P), slot, phase)
+            weights, m, sums, _alpha = _softmax(
+                s, m, last, rows, bias, CUT, HAS_LEFT, PADDING, SOFTCAP, BM, BN, S
+            )
+            state = (acc, m, sums, _packed(weights, dtype, BM, BN), slot, phase)
             rest = gl.minimum(rest, last)
-            full = gl.minimum(full, rest)
+            full = gl.maximum(gl.minimum(full, rest), begin)
+            rest = gl.maximum(rest, full)
             if HAS_RIGHT or PADDING:
                 state = _attend(
                     state, last, rest, buffers, rows, bias,
@@ -335,17 +425,23 @@ def _consume(
                     True, HAS_LEFT, PADDING, SOFTCAP, CID, PARTS, STAGES, BM, BN, BLOCK_DV,
                     S, OUT, P,
                 )  # fmt: skip
-            acc, m, z, p, slot, phase = state
-            if not SHARED_O:
-                mbarrier.arrive(q_empty.index(CID), count=1)
+            acc, m, sums, p, slot, phase = state
+            z = gl.convert_layout(gl.sum(sums, axis=1), ROW)
             mbarrier.wait(v_ready.index(slot), phase)
-            acc = warpgroup_mma(p, v_s.index(slot).reshape([BN, BLOCK_DV]), acc, is_async=True)
+            v = v_s.index(slot).reshape([BN, BLOCK_DV])
+            acc = warpgroup_mma(_unpacked(p, dtype, BM, BN, P), v, acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=(acc,))
             mbarrier.arrive(v_empty.index(slot), count=1)
             slot += 1
             if slot == STAGES:
                 slot = 0
                 phase ^= 1
+        if all_end > all_begin:
+            if not SHARED_O:
+                mbarrier.arrive(q_empty.index(CID), count=1)
+            slot, phase = _pass_by(begin, all_begin, slot, phase, buffers, STAGES, BN)
+        if SINKS:
+            z += gl.exp2(sink - gl.where(m == float("-inf"), 0.0, m))
         empty = z == 0.0
         share = 1.0 / gl.where(empty, 1.0, z)
         acc = acc * gl.convert_layout(share, gl.SliceLayout(1, OUT))[:, None]
@@ -365,7 +461,7 @@ def _consume(
         gl.store(where, log_sum, mask=local < len_q)
         if SHARED_O:
             tma.store_wait(0)
-            if end > begin:
+            if all_end > all_begin:
                 mbarrier.arrive(q_empty.index(CID), count=1)
         t = following_t
     tma.store_wait(0)

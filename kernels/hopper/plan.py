@@ -23,6 +23,7 @@ from fa_advisor.kernels.hopper.tiles import (
     CAPABILITY,
     ROWS_OF_A_CONSUMER,
     WIDE_QUERIES,
+    Tiles,
     tiles_of,
     value_stages,
     widths,
@@ -73,6 +74,7 @@ def refusal(kind: Kind, o: Options, q: Tensor, k: Tensor, v: Tensor) -> str | No
         (wide, "so is a mask with a row for each query"),
         (kind.dropout, "dropout's random numbers take the registers of a second consumer"),
         (kind.alibi, "ALiBi isn't written for it"),
+        (not o.scale > 0.0, "a row's maximum is taken before the scale, which must not turn it"),
         (max(kind.dim, kind.dim_v) <= 32, "small head dims would be padded to 64"),
         (o.max_seqlen_q < least, f"fewer than {least} queries leave its rows empty"),
         (o.max_seqlen_k <= SHORT, "encoding four tensor maps costs more than is gained"),
@@ -140,10 +142,7 @@ def forward(
     grid = min(total, processors(q.device))
     schedule = None
     if uneven or varlen:
-        rows = ROWS_OF_A_CONSUMER * cut.consumers
-        costs = (
-            None if varlen else [_cost(kind, o, b * rows, rows, cut.block_n) for b in range(blocks)]
-        )
+        costs = None if varlen else [_cost(kind, o, block, cut) for block in range(blocks)]
         if costs is None or total > _MOST_SCHEDULED or torch.cuda.is_current_stream_capturing():
             grid = total  # Then the GPU hands the pieces out, as processors are free for them.
         else:
@@ -187,15 +186,19 @@ def _side_by_side(kind: Kind, o: Options) -> int:
     return min(heads, kind.batch * kind.heads)
 
 
-def _cost(kind: Kind, o: Options, first: int, rows: int, block_n: int) -> float:
-    """The time that rows from `first` take, in tiles of keys."""
+def _cost(kind: Kind, o: Options, block: int, cut: Tiles) -> float:
+    """The time that a block's rows take, in tiles of keys of all its consumers."""
     shift = o.max_seqlen_k - o.max_seqlen_q if o.bottom_right else 0
-    begin, end = 0, o.max_seqlen_k
-    if kind.has_right:
-        end = max(min(end, first + rows + shift + kind.right), 0)
-    if kind.has_left:
-        begin = max(first + shift - kind.left, 0) // block_n * block_n
-    return _COST_OF_A_TURN + max(0, -(-(end - begin) // block_n))
+    tiles = 0
+    for consumer in range(block * cut.consumers, (block + 1) * cut.consumers):
+        first = consumer * ROWS_OF_A_CONSUMER
+        begin, end = 0, o.max_seqlen_k if first < o.max_seqlen_q else 0
+        if kind.has_right:
+            end = max(min(end, first + ROWS_OF_A_CONSUMER + shift + kind.right), 0)
+        if kind.has_left:
+            begin = max(first + shift - kind.left, 0) // cut.block_n * cut.block_n
+        tiles += max(0, -(-(end - begin) // cut.block_n))
+    return _COST_OF_A_TURN + tiles / cut.consumers
 
 
 def schedule_of(costs: list[float], batch_heads: int, side_by_side: int, grid: int) -> list[int]:
@@ -565,12 +568,11 @@ def _say_once(why: str) -> None:
 
 @lru_cache
 def available(device: torch.device) -> bool:
-    """Whether the Hopper kernels are asked for, and the GPU and this Triton can run them.
+    """Whether the GPU and this Triton can run the Hopper kernels.
 
-    FA_ADVISOR_KERNELS=hopper asks. They aren't what runs by default yet: of 5,480 random shapes
-    one ended its process on an H200, and why isn't known (benchmarks/results/soak.json).
+    FA_ADVISOR_KERNELS=portable leaves them out, to compare or to look for a fault.
     """
-    if os.environ.get("FA_ADVISOR_KERNELS") != "hopper":
+    if os.environ.get("FA_ADVISOR_KERNELS") == "portable":
         return False
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != CAPABILITY:
         return False

@@ -210,8 +210,11 @@ def test_repeats_to_the_bit(deterministic: bool) -> None:
             runs.append([out, *torch.autograd.grad(out, leaves, torch.ones_like(out))])
     finally:
         torch.use_deterministic_algorithms(before)
+    # Hopper's dQ is a sum in no order, unless determinism is asked for.
+    hopper = torch.cuda.get_device_capability() == (9, 0)
+    kept = (0, 2, 3) if hopper and not deterministic else (0, 1, 2, 3)
     for run in runs[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(run, runs[0], strict=True))
+        assert all(torch.equal(run[i], runs[0][i]) for i in kept)
 
 
 def test_double_backward_is_refused() -> None:

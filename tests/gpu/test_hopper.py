@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from attention_cases import Case, assert_agrees
+from attention_cases import Case, assert_agrees, hopper_cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -27,8 +27,8 @@ HALF = (torch.bfloat16, torch.float16)
 
 
 @pytest.fixture(autouse=True)
-def asked_for(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("FA_ADVISOR_KERNELS", "hopper")
+def afresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.delenv("FA_ADVISOR_KERNELS", raising=False)
     plan.available.cache_clear()
     launch._plans.clear()
     repeated._kinds.clear()
@@ -40,7 +40,7 @@ def asked_for(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
-def planned(asked_for: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, bool]]]:
+def planned(afresh: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, bool]]]:
     """What was planned: forward or backward, and whether for Hopper's kernels."""
     seen: list[tuple[str, bool]] = []
     for name in ("forward", "backward"):
@@ -55,45 +55,9 @@ def planned(asked_for: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[t
     yield seen
 
 
-@st.composite
-def long_cases(draw: st.DrawFn) -> Case:
-    """Every feature that the Hopper kernels have, crossed; lengths past the portable ones'."""
-    pick: Callable[..., Any] = lambda *values: draw(st.sampled_from(values))  # noqa: E731
-    length = st.integers(513, 1100) | st.sampled_from([640, 1024, 1025])
-    short = st.integers(0, 300) | st.sampled_from([0, 1, 63, 64, 65, 127, 128, 129])
-    kv_heads = pick(1, 2)
-    packed = pick(False, False, True)
-    padding = pick(False, False, False, True) and not packed
-    causal = pick(False, True) and not padding
-    dim = pick(40, 64, 64, 72, 96, 128, 128, 128, 160, 192, 256)
-    lengths = ()
-    if packed:
-        lens = draw(st.lists(st.tuples(short, short), min_size=0, max_size=4))
-        lengths = (*lens, (draw(length), draw(length)), *lens[:2])
-    return Case(
-        batch=pick(1, 2),
-        heads=kv_heads * pick(1, 1, 3),
-        kv_heads=kv_heads,
-        len_q=draw(length),
-        len_k=draw(length),
-        head_dim=dim,
-        value_dim=pick(None, None, None, 48, 128),
-        lengths=lengths,
-        layout=pick("BHLD", "BLHD") if not packed else "BHLD",
-        mask="B11K" if padding else None,
-        mask_kind=pick("bool", "band"),
-        is_causal=causal,
-        window=draw(st.none() | st.none() | st.tuples(st.integers(-1, 700), st.integers(-1, 700))),
-        bottom_right=pick(False, True),
-        softcap=pick(0.0, 0.0, 0.0, 15.0),
-        sinks=pick(False, False, True),
-        magnitude=pick(1.0, 1.0, 4.0),
-    )
-
-
 @pytest.mark.parametrize("shard", range(15))
 @settings(max_examples=15)
-@given(case=long_cases(), dtype=st.sampled_from(HALF))
+@given(case=hopper_cases(513, 1100), dtype=st.sampled_from(HALF))
 def test_every_feature_with_every_other(shard: int, case: Case, dtype: torch.dtype) -> None:
     assert_agrees(case, "cuda", dtype)
 
@@ -129,11 +93,18 @@ def test_both_directions_run_on_them(
         {"window": (100, 30), "bottom_right": True, "len_k": 1500},
         {"softcap": 20.0, "sinks": True, "is_causal": True},
         {"layout": "BLHD"},
+        {"scale": 0.3},
     ],
 )
 def test_the_forward_runs_on_them(planned: list[tuple[str, bool]], more: dict[str, Any]) -> None:
     assert_agrees(Case(**{**PLAIN, "head_dim": 128, **more}), "cuda", torch.bfloat16)
     assert ("forward", True) in planned
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.2])
+def test_a_scale_that_turns_the_order(scale: float) -> None:
+    case = Case(**PLAIN, head_dim=128, scale=scale, is_causal=True)
+    assert_agrees(case, "cuda", torch.bfloat16)
 
 
 def test_a_neighbour_may_hold_anything() -> None:
@@ -174,10 +145,10 @@ def test_a_causal_call_can_be_captured_first() -> None:
     assert torch.equal(out, expected)
 
 
-def test_portable_kernels_run_unless_these_are_asked_for(
+def test_portable_kernels_run_where_they_are_asked_for(
     planned: list[tuple[str, bool]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("FA_ADVISOR_KERNELS")
+    monkeypatch.setenv("FA_ADVISOR_KERNELS", "portable")
     plan.available.cache_clear()
     assert_agrees(Case(**PLAIN, head_dim=64), "cuda", torch.bfloat16)
     assert planned == [("forward", False), ("backward", False)]

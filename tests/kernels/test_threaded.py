@@ -1,0 +1,189 @@
+"""What Hopper's kernels compute, without a Hopper GPU: their source run by threads."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import threaded_gluon as threaded
+import torch
+from attention_cases import Case, hopper_cases, inputs
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from fa_advisor.kernels import launch as launches
+from fa_advisor.kernels import reference
+from fa_advisor.kernels.arguments import check
+from fa_advisor.kernels.hopper import plan
+from fa_advisor.kernels.kinds import Inputs
+from fa_advisor.kernels.launcher import Launch
+from fa_advisor.kernels.op import options_of
+
+pytestmark = pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
+PROCESSORS = 3
+
+
+@pytest.fixture(autouse=True)
+def as_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything is planned as for a GPU with few processors, and run by threads."""
+    for module in (plan, launches):
+        monkeypatch.setattr(module, "by_descriptor", lambda *_: True)
+    monkeypatch.setattr(plan, "SHORT", 0)
+    monkeypatch.setattr(plan, "available", lambda _: True)
+    monkeypatch.setattr(plan, "processors", lambda _: PROCESSORS)
+    monkeypatch.setattr(plan, "compiles", lambda *_: True)
+    monkeypatch.setattr(launches, "_check_device", lambda _: None)
+    monkeypatch.setattr(launches, "_on", lambda _: nullcontext())
+    monkeypatch.setattr(launches, "_plans", {})
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(Launch, "__call__", run)
+
+
+def run(launch: Any, _: int, *pointers: Any) -> None:
+    """In `Launch.__call__`'s place."""
+    grid, static = launch._geometry(launch._tile)
+    if launch._name == "hopper_forward":
+        kernel = threaded.module("forward").forward_kernel
+        threaded.launch(kernel, grid, pointers, static, launch._descriptors(launch._tile))
+    else:
+        assert launch._name == "spans"
+        spans_of(*pointers)
+
+
+def spans_of(mask: torch.Tensor, spans: torch.Tensor) -> None:
+    """What `spans_kernel` makes of a mask with one row for all queries."""
+    assert mask.shape[2] == 1 == spans.shape[2]
+    none = (2**31 - 1, 0)
+    for b in range(spans.shape[0]):
+        for h in range(spans.shape[1]):
+            seen = mask[b, h, 0].nonzero().flatten().tolist()
+            stretch = (seen[0], seen[-1] + 1) if seen else none
+            whole = stretch if stretch[1] - stretch[0] == len(seen) > 0 else none
+            spans[b, h, 0] = torch.tensor([*stretch, *whole])
+
+
+def assert_forward_agrees(case: Case, dtype: torch.dtype = torch.bfloat16) -> None:
+    given = {name: x.detach() for name, x in inputs(case, "cpu", dtype).items()}
+    if case.lengths:
+        longest = {
+            f"max_seqlen_{side}": max(pair[i] for pair in case.lengths)
+            for i, side in enumerate("qk")
+        }
+    else:
+        longest = {}
+    names = ("query", "key", "value")
+    mask, sinks = given.get("attn_mask"), given.get("sinks")
+    cu = given.get("cu_seqlens_q"), given.get("cu_seqlens_k")
+    o = case.options
+    q, k, v, bias, call = check(
+        *(given[name] for name in names), mask, 0.0, o["is_causal"], o["scale"], True, o["window"],
+        o["softcap"], sinks, None, *cu, longest.get("max_seqlen_q"), longest.get("max_seqlen_k"),
+        o["causal_alignment"],
+    )  # fmt: skip
+    x = Inputs(q, k, v, bias, sinks, None, *cu, None)
+    made = launches.forward(x, options_of(call))
+    assert made.launch is None or isinstance(made.launch, plan.Scheduled), "not Hopper's"
+    out, lse, _ = made(x)
+    wide = {
+        name: t.double() if t.is_floating_point() else t for name, t in given.items()
+    }  # fmt: skip
+    true_out, true_lse = reference.attention(**wide, **o)
+    empty = true_lse == float("-inf")
+    assert torch.equal(lse == float("-inf"), empty)
+    error = (out.double() - true_out).norm() / true_out.norm().clamp(min=1e-9)
+    assert float(error) < 6e-3, float(error)
+    torch.testing.assert_close(
+        lse.double().masked_fill(empty, 0.0), true_lse.masked_fill(empty, 0.0), atol=2e-3, rtol=2e-3
+    )
+
+
+CASES = {
+    "full": Case(batch=1, len_q=300, len_k=300, head_dim=128),
+    "one processor's many pieces": Case(batch=2, heads=3, len_q=256, len_k=128, head_dim=128),
+    "three consumers, rows for one": Case(batch=1, len_q=200, len_k=260, head_dim=64),
+    "causal": Case(batch=1, heads=3, len_q=400, len_k=400, head_dim=128, is_causal=True),
+    "causal, head dim 64": Case(batch=1, len_q=420, len_k=420, head_dim=64, is_causal=True),
+    "bottom-right, more keys": Case(
+        batch=1, len_q=130, len_k=300, head_dim=64, is_causal=True, bottom_right=True
+    ),
+    "bottom-right, rows that see nothing": Case(
+        batch=1, len_q=300, len_k=130, head_dim=64, is_causal=True, bottom_right=True
+    ),
+    "window": Case(batch=1, len_q=420, len_k=390, head_dim=64, window=(70, 30)),
+    "window to the left": Case(
+        batch=1, len_q=420, len_k=420, head_dim=128, is_causal=True, window=(40, 0)
+    ),
+    "window past the end": Case(batch=1, len_q=500, len_k=100, head_dim=64, window=(90, 20)),
+    "grouped": Case(batch=1, heads=6, kv_heads=2, len_q=140, len_k=200, head_dim=64),
+    "packed": Case(
+        heads=2, lengths=((140, 140), (0, 70), (30, 0), (1, 1), (200, 90)), head_dim=64
+    ),
+    "packed, causal": Case(
+        heads=2, kv_heads=1, lengths=((190, 190), (0, 0), (65, 65), (64, 128)), head_dim=128,
+        is_causal=True, bottom_right=True,
+    ),
+    "softcap, sinks": Case(
+        batch=1, len_q=150, len_k=200, head_dim=64, softcap=15.0, sinks=True, magnitude=4.0
+    ),
+    "sinks, rows that see nothing": Case(
+        batch=1, len_q=300, len_k=130, head_dim=64, is_causal=True, bottom_right=True, sinks=True
+    ),
+    "key padding": Case(batch=2, len_q=150, len_k=300, head_dim=64, mask="B11K", mask_kind="band"),
+    "key padding with holes": Case(batch=2, len_q=150, len_k=300, head_dim=128, mask="B11K"),
+    "head dim 96": Case(batch=1, len_q=140, len_k=140, head_dim=96, is_causal=True),
+    "192 and 128": Case(batch=1, len_q=140, len_k=200, head_dim=192, value_dim=128),
+    "head dim 256": Case(batch=2, len_q=190, len_k=150, head_dim=256, is_causal=True),
+    "another layout": Case(batch=2, len_q=130, len_k=140, head_dim=72, layout="BLHD"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_forward(name: str) -> None:
+    torch.manual_seed(len(name))
+    assert_forward_agrees(CASES[name])
+
+
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(case=hopper_cases(65, 330), dtype=st.sampled_from([torch.bfloat16, torch.float16]))
+def test_the_forward_with_every_feature(case: Case, dtype: torch.dtype) -> None:
+    assert_forward_agrees(case, dtype)
+
+
+@pytest.mark.parametrize(
+    ("healthy", "ill"),
+    [
+        # V is given back before its product is over.
+        (
+            "        acc = warpgroup_mma_wait(0, deps=(acc,))\n"
+            "        mbarrier.arrive(v_empty.index(slot), count=1)\n"
+            "        acc = acc",
+            "        mbarrier.arrive(v_empty.index(slot), count=1)\n"
+            "        acc = warpgroup_mma_wait(0, deps=(acc,))\n"
+            "        acc = acc",
+        ),
+        # Two phases of a barrier are taken for one.
+        ("            phase ^= 1\n    return slot, phase", "    return slot, phase"),
+        ("        fence_async_shared()\n        a, b, first_row", "        a, b, first_row"),
+        # A tile that only others see isn't told of.
+        ("        mbarrier.arrive(v_empty.index(slot), count=1)\n        slot", "        slot"),
+    ],
+    ids=["given back early", "a phase left out", "no fence", "never given back"],
+)
+def test_a_fault_shows(healthy: str, ill: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The threads find what would be a race or a hang on a GPU."""
+    path = threaded.KERNELS / "hopper" / "forward.py"
+    threaded.module("forward")  # And what it imports.
+    source = path.read_text()
+    assert healthy in source
+    monkeypatch.setattr(threaded, "PATIENCE_S", 1.0)
+    monkeypatch.setattr(threaded, "OFTEN", 0.5)
+    monkeypatch.setattr(threaded, "source", lambda _: source.replace(healthy, ill))
+    threaded.forget("forward")
+    try:
+        with pytest.raises(AssertionError):
+            for case in (CASES["window"], Case(batch=1, len_q=128, len_k=1500, head_dim=128)):
+                assert_forward_agrees(case)
+    finally:
+        threaded.forget("forward")

@@ -1,0 +1,515 @@
+"""Run Gluon kernels for Hopper on a CPU: a thread for each warp group, torch for what they compute.
+
+Gluon has no interpreter. This one executes a kernel's own source with the language's names bound to
+what stands below, and is stricter than a GPU: a copy arrives when it likes, a product must find its
+operands unchanged from its issue to its wait, what is stored to shared memory must be fenced before
+a copy or a product reads it, and a wait that nobody ends is an error, not a hang. What depends
+on layouts, registers or the order within a warp group it can't show.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+KERNELS = Path(__file__).parents[1] / "kernels"
+PATIENCE_S = 20.0
+OFTEN = 0.1  # How often a copy or a product takes long.
+_local = threading.local()
+
+
+class Deadlock(AssertionError):
+    pass
+
+
+class Scalar(int):
+    """An integer that can be cast as a tensor can."""
+
+    def to(self, *_: Any, **__: Any) -> Scalar:
+        return self
+
+
+def _binary(name: str) -> Callable[[int, Any], Any]:
+    plain = getattr(int, name)
+
+    def operate(self: int, other: Any) -> Any:
+        if not isinstance(other, int):
+            return NotImplemented
+        return Scalar(plain(int(self), int(other)))
+
+    return operate
+
+
+for _name in ("add", "sub", "mul", "floordiv", "mod", "and", "or", "xor", "lshift", "rshift"):
+    setattr(Scalar, f"__{_name}__", _binary(f"__{_name}__"))
+    setattr(Scalar, f"__r{_name}__", _binary(f"__r{_name}__"))
+
+
+class Block(Tensor):
+    """A tensor in registers."""
+
+    @property
+    def type(self) -> Any:  # type: ignore[override]
+        return SimpleNamespace(layout=None)
+
+    def to(self, dtype: torch.dtype, bitcast: bool = False) -> Block:  # type: ignore[override]
+        return self.view(dtype) if bitcast else super().to(dtype)  # type: ignore[no-any-return]
+
+
+def block(t: Tensor) -> Block:
+    return t.as_subclass(Block)
+
+
+class Pointer:
+    """An address: a flat storage and one offset or many."""
+
+    def __init__(self, flat: Tensor, offset: Any = 0) -> None:
+        self.flat, self.offset = flat, offset
+
+    def __add__(self, other: Any) -> Pointer:
+        return Pointer(self.flat, self.offset + other)
+
+    @classmethod
+    def to_(cls, t: Tensor) -> Pointer:
+        flat = torch.as_strided(t, (t.untyped_storage().nbytes() // t.element_size(),), (1,), 0)
+        return cls(flat, t.storage_offset())
+
+
+class Shared:
+    """A view of shared memory. `fenced`, of the whole allocation: nothing was stored since."""
+
+    def __init__(self, view: Tensor, whole: dict[str, bool]) -> None:
+        self.view, self.whole = view, whole
+
+    shape = property(lambda self: list(self.view.shape))
+    dtype = property(lambda self: self.view.dtype)
+
+    def _like(self, view: Tensor) -> Shared:
+        return Shared(view, self.whole)
+
+    def index(self, i: int) -> Shared:
+        assert 0 <= i < self.view.shape[0], f"buffer {i} of {self.view.shape[0]}"
+        return self._like(self.view[int(i)])
+
+    def slice(self, start: int, length: int, dim: int = 0) -> Shared:
+        return self._like(self.view.narrow(dim, start, length))
+
+    def reshape(self, shape: Sequence[int]) -> Shared:
+        return self._like(self.view.view(*shape))
+
+    def permute(self, order: Sequence[int]) -> Shared:
+        return self._like(self.view.permute(*order))
+
+    def load(self, _: Any = None) -> Block:
+        return block(self.view.clone())
+
+    def store(self, value: Tensor) -> None:
+        assert value.dtype == self.view.dtype, (value.dtype, self.view.dtype)
+        self.view.copy_(value)
+        self.whole["fenced"] = False
+
+
+class Barrier:
+    """An mbarrier: phases that end when all have arrived and all bytes have come."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.count = self.missing = 0
+        self.nbytes = self.completed = 0
+
+    def _settle(self) -> None:
+        assert self.missing >= 0, "more arrivals than a phase has"
+        if self.missing == 0 and self.nbytes == 0:
+            self.completed += 1
+            self.missing = self.count
+            self.changed.notify_all()
+
+    def arrive(self, arrivals: int, nbytes: int = 0) -> None:
+        with self.changed:
+            self.missing -= arrivals
+            self.nbytes += nbytes
+            self._settle()
+
+    def come(self, nbytes: int) -> None:
+        with self.changed:
+            self.nbytes -= nbytes
+            self._settle()
+
+    def wait(self, phase: int) -> None:
+        assert phase in (0, 1)
+        with self.changed:
+            if not self.changed.wait_for(lambda: self.completed & 1 != phase, PATIENCE_S):
+                raise Deadlock(f"phase {phase} of a barrier never ends ({self.completed} did)")
+
+
+class Barriers:
+    """An allocation of them."""
+
+    def __init__(self, n: int) -> None:
+        self.all = [Barrier() for _ in range(n)]
+
+    def index(self, i: int) -> Barrier:
+        assert 0 <= i < len(self.all)
+        return self.all[int(i)]
+
+
+def one(barrier: Any) -> Barrier:
+    return barrier if isinstance(barrier, Barrier) else barrier.all[0]  # type: ignore[no-any-return]
+
+
+class Descriptor:
+    """A tensor map: tiles of a tensor by coordinates, zeros beyond its bounds."""
+
+    def __init__(self, t: Tensor, shape: Any, strides: Any, tile: Sequence[int]) -> None:
+        self.flat = Pointer.to_(t).flat
+        self.first, self.shape, self.strides = t.storage_offset(), shape, strides
+        self.dtype, self.layout = t.dtype, None
+        nbytes = t.element_size()
+        for n in tile:
+            nbytes *= n
+        self.block_type = SimpleNamespace(shape=list(tile), nbytes=nbytes)
+
+    def _places(self, coords: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Offsets of a tile's elements, modulo 2^64 as the hardware has them, and which exist."""
+        offsets = torch.zeros((), dtype=torch.int64)
+        inside = torch.ones((), dtype=torch.bool)
+        rank = len(self.shape)
+        for dim, (at, n) in enumerate(zip(coords, self.block_type.shape, strict=True)):
+            index = torch.arange(n) + int(at)
+            own = [1] * rank
+            own[dim] = n
+            offsets = offsets + (index * int(self.strides[dim])).view(own)  # int64 wraps around.
+            inside = inside & ((index >= 0) & (index < int(self.shape[dim]))).view(own)
+        return offsets + self.first, inside
+
+    def read(self, coords: Sequence[int]) -> Tensor:
+        offsets, inside = self._places(coords)
+        found = self.flat[offsets.masked_fill(~inside, 0)]
+        return found.masked_fill(~inside, 0)
+
+    def write(self, coords: Sequence[int], tile: Tensor, add: bool = False) -> None:
+        offsets, inside = self._places(coords)
+        tile = tile.reshape(self.block_type.shape)
+        if add:
+            self.flat.index_add_(0, offsets[inside], tile[inside])
+        else:
+            self.flat[offsets[inside]] = tile[inside]
+
+
+class Product:
+    """A product under way; `left` and `right` are read again when it is waited for."""
+
+    def __init__(self, left: Any, right: Shared, total: Any) -> None:
+        self.left, self.right, self.total = left, right, total
+        for operand in (left, right):
+            assert not isinstance(operand, Shared) or operand.whole["fenced"], "no fence before"
+        self.early = self._made()
+        self.value: Block | None = None
+
+    def _made(self) -> Tensor:
+        left, right = (x.view if isinstance(x, Shared) else x for x in (self.left, self.right))
+        return torch.as_tensor(left.float() @ right.float())
+
+    def finish(self) -> None:
+        late = self._made()
+        assert torch.equal(late.nan_to_num(7.0), self.early.nan_to_num(7.0)), (
+            "an operand changed before its product was waited for"
+        )
+        before = self.total.value if isinstance(self.total, Product) else self.total
+        assert before is not None
+        self.value = block(late if before is _NOTHING else before + late)
+
+
+_NOTHING = object()
+
+
+def warpgroup_mma(
+    left: Any, right: Shared, total: Any, use_acc: bool = True, is_async: bool = False
+) -> Product:
+    assert is_async
+    product = Product(left, right, total if use_acc else _NOTHING)
+    _local.products.append(product)
+    return product
+
+
+def warpgroup_mma_wait(outstanding: int, deps: Sequence[Any]) -> Any:
+    _dawdle()
+    while len(_local.products) > outstanding:
+        _local.products.pop(0).finish()
+    values = [x.value if isinstance(x, Product) else x for x in deps]
+    assert all(value is not None for value in values), "read before it was waited for"
+    return values[0] if len(values) == 1 else tuple(values)
+
+
+def _wait_barrier(barrier: Any, phase: int, pred: Any = True) -> None:
+    if pred:
+        one(barrier).wait(int(phase))
+
+
+def load_tile(desc: Descriptor, coords: Sequence[int], barrier: Any, into: Shared) -> None:
+    """Some time later the tile is there, whoever still reads what lay there."""
+
+    def copy() -> None:
+        _dawdle()
+        into.view.view(desc.block_type.shape).copy_(desc.read(coords))
+        one(barrier).come(desc.block_type.nbytes)
+
+    _local.run(copy)
+
+
+def _dawdle() -> None:
+    """Now and then anything takes long."""
+    if random.random() < OFTEN:
+        time.sleep(3e-3)
+
+
+def store_tile(desc: Descriptor, coords: Sequence[int], tile: Shared) -> None:
+    assert tile.whole["fenced"], "no fence before a copy out"
+    _local.stores.append((desc, coords, tile, tile.view.clone(), False))
+
+
+def add_tile(desc: Descriptor, coords: Sequence[int], tile: Shared) -> None:
+    _local.stores.append((desc, coords, tile, tile.view.clone(), True))
+
+
+def store_wait(pending: int) -> None:
+    while len(_local.stores) > pending:
+        desc, coords, tile, early, add = _local.stores.pop(0)
+        assert torch.equal(tile.view, early), "shared memory changed before its copy was waited for"
+        desc.write(coords, early, add)
+
+
+def fence() -> None:
+    for whole in _local.allocations:
+        whole["fenced"] = True
+
+
+def allocate(dtype: Any, shape: Sequence[int], layout: Any) -> Any:
+    if layout is _BARRIERS:
+        return Barriers(shape[0])
+    whole = {"fenced": True}
+    _local.allocations.append(whole)
+    # Whatever lay there before: read too early, it shows.
+    return Shared(torch.full(tuple(shape), float("nan"), dtype=dtype), whole)
+
+
+_BARRIERS = object()
+
+
+def _load(at: Pointer, mask: Any = None, other: Any = 0) -> Any:
+    offset = at.offset
+    if not isinstance(offset, Tensor):
+        value = at.flat[int(offset)]
+        return Scalar(int(value)) if not value.is_floating_point() else block(value)
+    if mask is None:
+        return block(at.flat[offset])
+    return block(at.flat[offset.masked_fill(~mask, 0)].masked_fill(~mask, other))
+
+
+def _store(at: Pointer, value: Tensor, mask: Tensor | None = None) -> None:
+    keep = torch.ones_like(at.offset, dtype=torch.bool) if mask is None else mask
+    at.flat[at.offset[keep]] = value.to(at.flat.dtype)[keep]
+
+
+def _pairwise(of_ints: Callable[..., int], of_tensors: Callable[..., Tensor]) -> Callable[..., Any]:
+    def function(a: Any, b: Any) -> Any:
+        if isinstance(a, Tensor) or isinstance(b, Tensor):
+            a, b = (x if isinstance(x, Tensor) else torch.tensor(x) for x in (a, b))
+            return block(of_tensors(a, b))
+        return Scalar(of_ints(a, b))
+
+    return function
+
+
+def _where(condition: Any, a: Any, b: Any) -> Any:
+    if isinstance(condition, Tensor):
+        return block(torch.where(condition, a, b))
+    return a if condition else b
+
+
+def _asm(code: str, _: str, args: Sequence[Any], **__: Any) -> Any:
+    """The few instructions that the kernels write themselves."""
+    if "bar.sync" in code:
+        _local.together.wait(PATIENCE_S)
+        return None
+    if "x2.f32" in code:
+        dtype = torch.bfloat16 if "bf16x2" in code else torch.float16
+        halves = torch.stack([x.as_subclass(Tensor) for x in args], -1).to(dtype)
+        return block(halves.view(torch.int32).squeeze(-1))
+    if code.startswith("mov.b32 {$0, $1}"):
+        halves = args[0].as_subclass(Tensor).contiguous().view(torch.int16)
+        return tuple(block(half) for half in halves.unflatten(-1, (-1, 2)).unbind(-1))
+    s, offset, limit = args
+    passes = offset > limit if "setp.gt" in code else offset < limit
+    assert "setp.gt" in code or "setp.lt" in code, code
+    return block(torch.where(passes, float("-inf"), s))
+
+
+def _warp_specialize(parts: Sequence[tuple[Any, tuple[Any, ...]]], *_: Any) -> None:
+    """Each part in a thread; the first error of any is raised."""
+    errors: list[BaseException] = []
+    copies: list[threading.Thread] = []
+    together = threading.Barrier(2)
+    program, allocations = _local.program, _local.allocations
+
+    def run_copy(copy: Callable[[], None]) -> None:
+        thread = threading.Thread(target=copy, daemon=True)
+        copies.append(thread)
+        thread.start()
+
+    def run(function: Any, args: tuple[Any, ...]) -> None:
+        _local.program, _local.allocations, _local.run = program, allocations, run_copy
+        _local.products, _local.stores, _local.together = [], [], together
+        try:
+            with torch.no_grad():
+                function(*args)
+            assert not _local.products, "a product was never waited for"
+            assert not _local.stores, "a copy out was never waited for"
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=part, daemon=True) for part in parts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10 * PATIENCE_S)
+    for copy in copies:
+        copy.join(PATIENCE_S)
+    # A deadlock follows from another error more often than it is one.
+    errors.sort(key=lambda error: isinstance(error, Deadlock))
+    if errors:
+        raise errors[0]
+    assert not any(thread.is_alive() for thread in threads)
+
+
+def _same(x: Any, *_: Any, **__: Any) -> Any:
+    return x
+
+
+def _reduced(operation: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda x, axis: block(operation(x, axis))
+
+
+_LANGUAGE: dict[str, Any] = {
+    "constexpr": _same,
+    "static_range": range,
+    "program_id": lambda _: Scalar(_local.program[0]),
+    "num_programs": lambda _: Scalar(_local.program[1]),
+    "allocate_shared_memory": allocate,
+    "warp_specialize": _warp_specialize,
+    "zeros": lambda shape, dtype, layout=None: block(torch.zeros(shape, dtype=dtype)),
+    "full": lambda shape, x, dtype, layout=None: block(torch.full(shape, x, dtype=dtype)),
+    "arange": lambda a, b, layout=None: block(torch.arange(a, b, dtype=torch.int32)),
+    "load": _load,
+    "store": _store,
+    "where": _where,
+    "maximum": _pairwise(max, torch.maximum),
+    "minimum": _pairwise(min, torch.minimum),
+    "max": _reduced(torch.amax),
+    "sum": _reduced(torch.sum),
+    "exp2": torch.exp2,
+    "log2": torch.log2,
+    "split": lambda x: tuple(block(half.contiguous()) for half in x.unbind(-1)),
+    "join": lambda a, b: block(torch.stack([a, b], -1)),
+    "convert_layout": _same,
+    "inline_asm_elementwise": _asm,
+    "SliceLayout": lambda *_, **__: None,
+    "DotOperandLayout": lambda *_, **__: None,
+    "NVMMADistributedLayout": lambda *_, **__: None,
+    **{name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "uint8")},
+    **{name: getattr(torch, name) for name in ("int16", "int32", "int64")},
+}
+_MBARRIER = SimpleNamespace(
+    init=lambda barrier, count: one(barrier).__dict__.update(count=count, missing=count),
+    expect=lambda barrier, nbytes, pred=True: one(barrier).arrive(1, nbytes) if pred else None,
+    arrive=lambda barrier, count=1, pred=True: one(barrier).arrive(count) if pred else None,
+    wait=_wait_barrier,
+    MBarrierLayout=lambda: _BARRIERS,
+)
+
+
+def _jit(function: Any = None, **_: Any) -> Any:
+    return _same if function is None else function
+
+
+_language = SimpleNamespace(**_LANGUAGE)
+_gluon = SimpleNamespace(jit=_jit, constexpr_function=_same, language=_language)
+_STANDS_FOR: dict[str, Any] = {
+    "triton.experimental": SimpleNamespace(gluon=_gluon),
+    "triton.experimental.gluon": _gluon,
+    "triton.experimental.gluon.language.nvidia.hopper": SimpleNamespace(
+        fence_async_shared=fence,
+        mbarrier=_MBARRIER,
+        tma=SimpleNamespace(store_wait=store_wait),
+        warpgroup_mma=warpgroup_mma,
+        warpgroup_mma_wait=warpgroup_mma_wait,
+    ),
+    "fa_advisor.kernels.hopper.compat": SimpleNamespace(
+        load_tile=load_tile, store_tile=store_tile, add_tile=add_tile
+    ),
+    "fa_advisor.kernels.score": SimpleNamespace(LOG2E=1.4426950408889634, LN2=0.6931471805599453),
+}
+
+
+def source(path: Path) -> str:
+    return path.read_text()
+
+
+def forget(name: str) -> None:
+    """Let `module` read its source again."""
+    _STANDS_FOR.pop(f"fa_advisor.kernels.hopper.{name}", None)
+
+
+def module(name: str) -> SimpleNamespace:
+    """One of the modules in kernels/hopper, in this language."""
+    known = _STANDS_FOR.get(f"fa_advisor.kernels.hopper.{name}")
+    if known is not None:
+        return known  # type: ignore[no-any-return]
+    path = KERNELS / "hopper" / f"{name}.py"
+    names: dict[str, Any] = {"__name__": name, "__builtins__": {**vars(builtins), **_BUILTINS}}
+    exec(compile(ast.parse(source(path)), str(path), "exec"), names)
+    made = SimpleNamespace(**names)
+    _STANDS_FOR[f"fa_advisor.kernels.hopper.{name}"] = made
+    return made
+
+
+def _import(name: str, *more: Any, **named: Any) -> Any:
+    prefix = "fa_advisor.kernels.hopper."
+    if name.startswith(prefix):
+        return module(name.removeprefix(prefix))
+    found = _STANDS_FOR.get(name)
+    return found if found is not None else builtins.__import__(name, *more, **named)
+
+
+_BUILTINS = {"__import__": _import}
+
+
+def launch(
+    kernel: Any, grid: int, pointers: Sequence[Any], static: Sequence[Any],
+    descriptors: dict[int, tuple[Any, ...]],
+) -> None:  # fmt: skip
+    """A kernel of `module` over a grid, one block after the other.
+
+    descriptors: by position among the pointers, shape, strides, tile and layout.
+    """
+    given: list[Any] = []
+    for position, t in enumerate(pointers):
+        if position in descriptors:
+            given.append(Descriptor(t, *descriptors[position][:3]))
+        else:
+            given.append(Pointer.to_(t) if isinstance(t, Tensor) else t)
+    numbers = [Scalar(x) if type(x) is int else x for x in static]
+    with torch.no_grad():
+        for program in range(grid):
+            _local.program, _local.allocations = (program, grid), []
+            kernel(*given, *numbers)
