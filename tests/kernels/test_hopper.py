@@ -33,8 +33,8 @@ pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="no Triton")
 
 COMPILER = Path(__file__).with_name("compile_hopper.py")
 LIMIT = 227 * 1024
-# A few values of a thread kept in L1, in calls with a mask.
-MOST_STACK_BYTES = 96
+# A few values of a thread kept in L1, in calls with a mask: 96 B at most, 136 under Triton 3.9.
+MOST_STACK_BYTES = 144
 
 
 def compiled(configs: list[tuple[str, int, int, str, str]]) -> list[dict[str, Any]]:
