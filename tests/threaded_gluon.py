@@ -12,6 +12,7 @@ from __future__ import annotations
 import ast
 import builtins
 import random
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -19,13 +20,18 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
+_PREFIX = "fa_advisor.kernels.hopper."
 KERNELS = Path(__file__).parents[1] / "kernels"
 PATIENCE_S = 20.0
 OFTEN = 0.1  # How often a copy or a product takes long.
 _local = threading.local()
+
+
+Broken = threading.BrokenBarrierError
 
 
 class Deadlock(AssertionError):
@@ -85,10 +91,38 @@ class Pointer:
         return cls(flat, t.storage_offset())
 
 
-class Shared:
-    """A view of shared memory. `fenced`, of the whole allocation: nothing was stored since."""
+class Unfenced:
+    """What threads have stored in an allocation and not fenced since."""
 
-    def __init__(self, view: Tensor, whole: dict[str, bool]) -> None:
+    def __init__(self) -> None:
+        self.spans: list[tuple[int, int, int]] = []
+        self.lock = threading.Lock()
+
+    def stored(self, view: Tensor) -> None:
+        with self.lock:
+            self.spans.append((threading.get_ident(), *_span(view)))
+
+    def fence(self) -> None:
+        with self.lock:
+            self.spans = [span for span in self.spans if span[0] != threading.get_ident()]
+
+    def within(self, view: Tensor) -> bool:
+        first, last = _span(view)
+        with self.lock:
+            return any(first <= end and begin <= last for _, begin, end in self.spans)
+
+
+def _span(view: Tensor) -> tuple[int, int]:
+    """The first and the last element of its storage."""
+    first = view.storage_offset()
+    steps = zip(view.shape, view.stride(), strict=True)
+    return first, first + sum((n - 1) * step for n, step in steps)
+
+
+class Shared:
+    """A view of shared memory."""
+
+    def __init__(self, view: Tensor, whole: Unfenced) -> None:
         self.view, self.whole = view, whole
 
     shape = property(lambda self: list(self.view.shape))
@@ -116,7 +150,42 @@ class Shared:
     def store(self, value: Tensor) -> None:
         assert value.dtype == self.view.dtype, (value.dtype, self.view.dtype)
         self.view.copy_(value)
-        self.whole["fenced"] = False
+        self.whole.stored(self.view)
+
+
+class Scattered(Shared):
+    """Shared memory in an order of its own. physical[i]: where the i-th element lies."""
+
+    def __init__(self, view: Tensor, whole: Unfenced, physical: Tensor) -> None:
+        super().__init__(view, whole)
+        self.physical = physical
+
+    def index(self, i: int) -> Shared:
+        assert 0 <= i < self.view.shape[0]
+        return Scattered(self.view[int(i)], self.whole, self.physical)
+
+    def store(self, value: Tensor) -> None:
+        self.view.view(-1)[self.physical] = value.reshape(-1).as_subclass(Tensor)
+        self.whole.stored(self.view)
+
+
+def scattered_by(offset_bases: Sequence[Sequence[int]]) -> Tensor:
+    """Where each element of a square lies: what each bit of an offset adds to row and column."""
+    size = 1 << len(offset_bases)
+    offsets = torch.arange(size)
+    row, column = torch.zeros_like(offsets), torch.zeros_like(offsets)
+    for bit, (down, right) in enumerate(offset_bases):
+        chosen = offsets >> bit & 1
+        row, column = row ^ chosen * down, column ^ chosen * right
+    physical = torch.empty_like(offsets)
+    physical[row * int(size**0.5) + column] = offsets
+    return physical
+
+
+def viewed(tile: Shared, dtype: torch.dtype, shape: Sequence[int], _: Any) -> Shared:
+    """The same memory, from its first byte on, in another shape."""
+    assert tile.dtype == dtype
+    return Shared(tile.view.view(*shape), tile.whole)
 
 
 class Barrier:
@@ -206,13 +275,18 @@ class Descriptor:
             self.flat[offsets[inside]] = tile[inside]
 
 
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
 class Product:
     """A product under way; `left` and `right` are read again when it is waited for."""
 
     def __init__(self, left: Any, right: Shared, total: Any) -> None:
         self.left, self.right, self.total = left, right, total
         for operand in (left, right):
-            assert not isinstance(operand, Shared) or operand.whole["fenced"], "no fence before"
+            if isinstance(operand, Shared):
+                assert not operand.whole.within(operand.view), "no fence before a product"
         self.early = self._made()
         self.value: Block | None = None
 
@@ -222,9 +296,7 @@ class Product:
 
     def finish(self) -> None:
         late = self._made()
-        assert torch.equal(late.nan_to_num(7.0), self.early.nan_to_num(7.0)), (
-            "an operand changed before its product was waited for"
-        )
+        assert _same_bits(late, self.early), "an operand changed before its product was waited for"
         before = self.total.value if isinstance(self.total, Product) else self.total
         assert before is not None
         self.value = block(late if before is _NOTHING else before + late)
@@ -274,33 +346,36 @@ def _dawdle() -> None:
 
 
 def store_tile(desc: Descriptor, coords: Sequence[int], tile: Shared) -> None:
-    assert tile.whole["fenced"], "no fence before a copy out"
+    assert not tile.whole.within(tile.view), "no fence before a copy out"
     _local.stores.append((desc, coords, tile, tile.view.clone(), False))
 
 
 def add_tile(desc: Descriptor, coords: Sequence[int], tile: Shared) -> None:
+    assert not tile.whole.within(tile.view), "no fence before a sum"
     _local.stores.append((desc, coords, tile, tile.view.clone(), True))
 
 
 def store_wait(pending: int) -> None:
+    _dawdle()
     while len(_local.stores) > pending:
         desc, coords, tile, early, add = _local.stores.pop(0)
-        assert torch.equal(tile.view, early), "shared memory changed before its copy was waited for"
+        assert _same_bits(tile.view, early), "shared memory changed before its copy was waited for"
         desc.write(coords, early, add)
 
 
 def fence() -> None:
     for whole in _local.allocations:
-        whole["fenced"] = True
+        whole.fence()
 
 
 def allocate(dtype: Any, shape: Sequence[int], layout: Any) -> Any:
     if layout is _BARRIERS:
         return Barriers(shape[0])
-    whole = {"fenced": True}
+    whole = Unfenced()
     _local.allocations.append(whole)
     # Whatever lay there before: read too early, it shows.
-    return Shared(torch.full(tuple(shape), float("nan"), dtype=dtype), whole)
+    lies = torch.full(tuple(shape), float("nan"), dtype=dtype)
+    return Shared(lies, whole) if layout is None else Scattered(lies, whole, layout)
 
 
 _BARRIERS = object()
@@ -386,7 +461,7 @@ def _warp_specialize(parts: Sequence[tuple[Any, tuple[Any, ...]]], *_: Any) -> N
     for copy in copies:
         copy.join(PATIENCE_S)
     # A deadlock follows from another error more often than it is one.
-    errors.sort(key=lambda error: isinstance(error, Deadlock))
+    errors.sort(key=lambda error: isinstance(error, (Deadlock, Broken)))
     if errors:
         raise errors[0]
     assert not any(thread.is_alive() for thread in threads)
@@ -398,6 +473,15 @@ def _same(x: Any, *_: Any, **__: Any) -> Any:
 
 def _reduced(operation: Callable[..., Any]) -> Callable[..., Any]:
     return lambda x, axis: block(operation(x, axis))
+
+
+class _SharedLayout:
+    """Swizzles don't show."""
+
+    def __new__(cls, *_: Any, **__: Any) -> Any:
+        return None
+
+    get_default_for = staticmethod(lambda *_: None)
 
 
 _LANGUAGE: dict[str, Any] = {
@@ -426,6 +510,8 @@ _LANGUAGE: dict[str, Any] = {
     "SliceLayout": lambda *_, **__: None,
     "DotOperandLayout": lambda *_, **__: None,
     "NVMMADistributedLayout": lambda *_, **__: None,
+    "NVMMASharedLayout": _SharedLayout,
+    "SharedLinearLayout": scattered_by,
     **{name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "uint8")},
     **{name: getattr(torch, name) for name in ("int16", "int32", "int64")},
 }
@@ -455,39 +541,47 @@ _STANDS_FOR: dict[str, Any] = {
         warpgroup_mma_wait=warpgroup_mma_wait,
     ),
     "fa_advisor.kernels.hopper.compat": SimpleNamespace(
-        load_tile=load_tile, store_tile=store_tile, add_tile=add_tile
+        load_tile=load_tile,
+        store_tile=store_tile,
+        add_tile=add_tile,
+        viewed=viewed,
+        thread_barrier=lambda: None,
     ),
+    # The kernels before and after are Triton's own language: they aren't run here.
+    "triton": SimpleNamespace(jit=_jit),
+    "triton.language": SimpleNamespace(constexpr=None),
     "fa_advisor.kernels.score": SimpleNamespace(LOG2E=1.4426950408889634, LN2=0.6931471805599453),
 }
 
 
-def source(path: Path) -> str:
-    return path.read_text()
+def spoil(monkeypatch: pytest.MonkeyPatch, name: str, healthy: str, ill: str) -> None:
+    """For one test: a module's source with a fault in it."""
+    source = (KERNELS / "hopper" / f"{name}.py").read_text()
+    assert healthy in source
+    monkeypatch.setattr(sys.modules[__name__], "_STANDS_FOR", dict(_STANDS_FOR))
+    _STANDS_FOR.pop(_PREFIX + name, None)
+    module(name, source.replace(healthy, ill))
 
 
-def forget(name: str) -> None:
-    """Let `module` read its source again."""
-    _STANDS_FOR.pop(f"fa_advisor.kernels.hopper.{name}", None)
-
-
-def module(name: str) -> SimpleNamespace:
+def module(name: str, source: str | None = None) -> SimpleNamespace:
     """One of the modules in kernels/hopper, in this language."""
-    known = _STANDS_FOR.get(f"fa_advisor.kernels.hopper.{name}")
+    known = _STANDS_FOR.get(_PREFIX + name)
     if known is not None:
         return known  # type: ignore[no-any-return]
     path = KERNELS / "hopper" / f"{name}.py"
     names: dict[str, Any] = {"__name__": name, "__builtins__": {**vars(builtins), **_BUILTINS}}
-    exec(compile(ast.parse(source(path)), str(path), "exec"), names)
+    exec(compile(ast.parse(source or path.read_text()), str(path), "exec"), names)
     made = SimpleNamespace(**names)
-    _STANDS_FOR[f"fa_advisor.kernels.hopper.{name}"] = made
+    _STANDS_FOR[_PREFIX + name] = made
     return made
 
 
 def _import(name: str, *more: Any, **named: Any) -> Any:
-    prefix = "fa_advisor.kernels.hopper."
-    if name.startswith(prefix):
-        return module(name.removeprefix(prefix))
+    if name.startswith(_PREFIX):
+        return module(name.removeprefix(_PREFIX))
     found = _STANDS_FOR.get(name)
+    if name == "triton.language" and not (more and more[2]):
+        found = SimpleNamespace(language=found)  # "import a.b as c" takes b from a.
     return found if found is not None else builtins.__import__(name, *more, **named)
 
 
