@@ -346,6 +346,30 @@ def hopper_variants() -> str:
     return "\n".join(lines)
 
 
+def fp8() -> str:
+    """The forward on fp8: its speed beside bf16's, then its error."""
+    result = _read("fp8")
+    lines = ["| TFLOP/s | fp8, V's transpose counted | bf16 | |", "|---|---|---|---|"]
+    for row in result["rows"]:
+        narrow, wide = row["fp8"]["tflops"], row["bf16"]["tflops"]
+        kind = "causal" if row["causal"] else "full"
+        times = f"{narrow / wide:.2f} times"
+        lines.append(f"| {row['name']}, {kind} | {narrow:.0f} | {wide:.0f} | {times} |")
+    lines += ["", "| at 16k | error | too short by | P rounded alone |", "|---|---|---|---|"]
+    for row in result["accuracy"]:
+        lines.append(
+            f"| V around {row['mean']:.0f} | {row['error']:.2%} | {max(0.0, -row['slope']):.2%}"
+            f" | {row['p_rounded']:.2%} |"
+        )
+    where = result["provenance"]
+    line = (
+        f"{where['gpu']}, torch {where['torch']}, triton {where['triton']}, {where['date']},"
+        f" commit {where['commit']}. {result.get('note', '')}"
+    )
+    lines += ["", line.rstrip()]
+    return "\n".join(lines) + "\n"
+
+
 def _accepted(row: dict[str, Any]) -> bool:
     """Whether a launch takes the tile, rather than one that spills less."""
     return row["launches"] and row["loaded"][2] <= LAUNCHED_STACK_BYTES[row["kernel"]]
@@ -369,6 +393,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "tiles_fit": tiles_fit,
     "hopper": hopper,
     "hopper_variants": hopper_variants,
+    "fp8": fp8,
 }
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
-from fa_advisor.kernels import cpu
+from fa_advisor.kernels import cpu, fp8
 from fa_advisor.kernels.arguments import check, unsupported_gpu
 from fa_advisor.kernels.packed import check_offsets
 
@@ -38,6 +39,9 @@ def flash_attention(
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     causal_alignment: str = "top-left",
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
     return_lse: Literal[False] = False,
 ) -> Tensor: ...
 
@@ -62,6 +66,9 @@ def flash_attention(
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     causal_alignment: str = "top-left",
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
 
@@ -85,6 +92,9 @@ def flash_attention(
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     causal_alignment: str = "top-left",
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Softmax attention with no N x N matrix in memory, forward or backward.
@@ -94,7 +104,8 @@ def flash_attention(
 
     Args:
         query: [..., H, Lq, D], or [total_q, H, D] with cu_seqlens_q. D from 1 to 256. On a GPU
-            float16, bfloat16 or float32 (IEEE, or TF32 where torch's own flag allows it).
+            float16, bfloat16 or float32 (IEEE, or TF32 where torch's own flag allows it); without
+            gradients float8_e4m3fn too.
         key: [..., G, Lk, D], or [total_k, G, D].
         value: [..., G, Lk, Dv], or [total_k, G, Dv]; Dv may differ from D.
         attn_mask: broadcasts to [..., H, Lq, Lk]: boolean, True takes part; or float32 or query's
@@ -116,12 +127,17 @@ def flash_attention(
         max_seqlen_k: longest of key's.
         causal_alignment: query i's position among the keys: "top-left": i, "bottom-right":
             i + Lk - Lq. Causality, window and ALiBi count from it.
+        q_descale: what query's float8_e4m3fn numbers are times: float32, above 0, broadcasts to
+            [B, H]; 1 by default. Not with other dtypes.
+        k_descale: the same for key, broadcasts to [B, G].
+        v_descale: the same for value.
         return_lse: returns (out, lse): the natural log of the softmax's denominator, sinks
             included, float32 (float64 for float64), [..., H, Lq] ([H, total_q] with cu_seqlens);
             -inf for a row that sees nothing. Differentiable.
 
     Returns:
-        out, [..., H, Lq, Dv] or [total_q, H, Dv], in query's dtype; with return_lse (out, lse).
+        out, [..., H, Lq, Dv] or [total_q, H, Dv], in query's dtype (bfloat16 for float8_e4m3fn);
+        with return_lse (out, lse).
 
     Raises:
         ValueError, TypeError: name the argument, what was expected and what came; nothing has
@@ -132,8 +148,12 @@ def flash_attention(
     tensors = (
         query, key, value, attn_mask, sinks, alibi_slopes, cu_seqlens_q, cu_seqlens_k
     )  # fmt: skip
+    eight = (
+        q_descale is not None or k_descale is not None or v_descale is not None
+        or getattr(query, "dtype", None) is fp8.E4M3
+    )  # fmt: skip
     known = None
-    if _repeated is not None and not torch.compiler.is_compiling():
+    if _repeated is not None and not eight and not torch.compiler.is_compiling():
         known = _repeated.signature(tensors, (
             dropout_p, is_causal, scale, enable_gqa, window, softcap, max_seqlen_q, max_seqlen_k,
             causal_alignment,
@@ -167,6 +187,16 @@ def flash_attention(
         if call.varlen and not torch.compiler.is_compiling():
             check_offsets("cu_seqlens_q", cu_seqlens_q, q.shape[0], call.max_seqlen_q)
             check_offsets("cu_seqlens_k", cu_seqlens_k, k.shape[0], call.max_seqlen_k)
+    if eight:
+        batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+        descales = fp8.check_descales(
+            q_descale, k_descale, v_descale, q, batch, call.num_heads, call.num_kv_heads
+        )
+        fp8.refuse_gradients(
+            query=query, key=key, value=value, attn_mask=attn_mask, sinks=sinks,
+            q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
+        )  # fmt: skip
+        attention = partial(fp8.attention, descales, attention)
     out, lse = attention(q, k, v, bias, sinks, alibi_slopes, cu_seqlens_q, cu_seqlens_k, call)
     if known is not None:
         _repeated.remember(known, tensors, (q, k, v, bias), call)

@@ -16,6 +16,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from fa_advisor.kernels.fp8 import E4M3, negated
 from fa_advisor.kernels.masks import normal_mask
 from fa_advisor.kernels.packed import check_packed
 
@@ -28,6 +29,7 @@ _LARGEST = 1.7976931348623157e308
 _WIDEST = 2**30
 _ALIGNMENTS = ("top-left", "bottom-right")
 _HALF_AND_SINGLE = (torch.float16, torch.bfloat16, torch.float32)
+_ON_GPU = (*_HALF_AND_SINGLE, E4M3)
 _WITH_DOUBLE = (*_HALF_AND_SINGLE, torch.float64)
 
 
@@ -89,7 +91,7 @@ def check(
         ("sinks", sinks), ("alibi_slopes", alibi_slopes), ("cu_seqlens_q", cu_seqlens_q),
         ("cu_seqlens_k", cu_seqlens_k),
     ))  # fmt: skip
-    if _autocasting(query):
+    if _autocasting(query) and query.dtype is not E4M3:
         query, key, value, attn_mask = _autocast(query, key, value, attn_mask)
     query, key, value = query.resolve_neg(), key.resolve_neg(), value.resolve_neg()
     if attn_mask is not None:
@@ -133,7 +135,7 @@ def check(
     elif not -_LARGEST <= scale <= _LARGEST:
         raise ValueError(f"scale: expected a finite number, got {scale}")
     elif scale < 0:  # The kernel takes a row's maximum before it scales.
-        query, scale = -query, -scale
+        query, scale = negated(query), -scale
 
     left, right = (None, None) if window is None else _window(window)
     if is_causal or right == 0:
@@ -243,7 +245,7 @@ def _autocast(
     dtype = torch.get_autocast_dtype(query.device.type)
 
     def cast(x: Tensor) -> Tensor:
-        eligible = x.is_floating_point() and x.dtype != torch.float64
+        eligible = x.is_floating_point() and x.dtype not in (torch.float64, E4M3)
         return x.to(dtype) if eligible else x
 
     if mask is not None and mask.dtype is not torch.float32:
@@ -271,10 +273,10 @@ def _check_kind(arguments: Iterable[tuple[str, object]]) -> None:
 def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
     """Device and dtype of the three."""
     dtype, device = query.dtype, query.device
-    if dtype not in (_HALF_AND_SINGLE if query.is_cuda else _WITH_DOUBLE):
+    if dtype not in _ON_GPU and (query.is_cuda or dtype is not torch.float64):
         raise TypeError(
-            "query: expected float16, bfloat16 or float32 (float64 on the CPU alone),"
-            f" got {dtype} on {device}"
+            "query: expected float16, bfloat16, float32 or float8_e4m3fn (float64 on the CPU"
+            f" alone), got {dtype} on {device}"
         )
     if key.dtype is not dtype or value.dtype is not dtype:
         name, x = ("key", key) if key.dtype is not dtype else ("value", value)

@@ -192,7 +192,7 @@ def descriptor_layout(t: Tensor, varlen: bool) -> tuple[list[int], list[int]]:
     ] + [1]
 
 
-def like(t: Tensor, last: int | None = None) -> Tensor:
+def like(t: Tensor, last: int | None = None, dtype: torch.dtype | None = None) -> Tensor:
     """An uninitialised tensor in `t`'s layout, dense, with `last` as its last dim.
 
     Heads outside of tokens or tokens outside of heads, as `t` has them: what follows in a model
@@ -201,5 +201,5 @@ def like(t: Tensor, last: int | None = None) -> Tensor:
     shape = (*t.shape[:-1], t.shape[-1] if last is None else last)
     if t.ndim == 4 and t.stride(1) < t.stride(2):
         b, h, n, d = shape
-        return t.new_empty((b, n, h, d)).transpose(1, 2)
-    return t.new_empty(shape)
+        return t.new_empty((b, n, h, d), dtype=dtype).transpose(1, 2)
+    return t.new_empty(shape, dtype=dtype)

@@ -15,6 +15,8 @@ from torch import Tensor
 from fa_advisor.kernels.arguments import unsupported_gpu
 from fa_advisor.kernels.backward import bias_kernel, delta_kernel, keys_kernel, queries_kernel
 from fa_advisor.kernels.forward import forward_kernel
+from fa_advisor.kernels.fp8 import Descales
+from fa_advisor.kernels.hopper import fp8_plan as hopper_fp8
 from fa_advisor.kernels.hopper import plan as hopper
 from fa_advisor.kernels.kinds import (
     ADDITIVE,
@@ -205,6 +207,21 @@ def forward(x: Inputs, o: Options) -> Forward:
     key = _key("forward", o, x)
     plan: Forward | None = _plans.get(key)
     return plan if plan is not None else _keep(key, _plan_forward(x, o))
+
+
+def forward_fp8(x: Inputs, o: Options, descales: Descales) -> tuple[Tensor, Tensor] | None:
+    """out and lse of float8_e4m3fn inputs, or None where the call is to be done in bfloat16."""
+    key = _key("fp8", o, x, *descales)
+    plan: hopper_fp8.Forward | None
+    if key in _plans:
+        plan = _plans[key]
+    else:
+        _check_device(x.query)
+        plan = _keep(key, hopper_fp8.forward(kind_of(x, o), o, x, descales))
+    if plan is None:
+        return None
+    with _on(x.query):
+        return plan(x, descales)
 
 
 def _check_device(query: Tensor) -> None:

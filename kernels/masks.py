@@ -7,6 +7,8 @@ import math
 import torch
 from torch import Tensor
 
+from fa_advisor.kernels.fp8 import result_dtype
+
 
 def normal_mask(mask: Tensor, query: Tensor, key: Tensor, is_causal: bool) -> Tensor:
     """The mask with four dims, each full or 1: nothing is broadcast in memory but leading dims."""
@@ -17,11 +19,11 @@ def normal_mask(mask: Tensor, query: Tensor, key: Tensor, is_causal: bool) -> Te
             "attn_mask: expected None with is_causal=True, as scaled_dot_product_attention has it,"
             " got both; window=(-1, 0) means is_causal and goes with a mask"
         )
-    if mask.dtype not in (torch.bool, torch.float32, query.dtype):
+    own = result_dtype(query.dtype)
+    if mask.dtype not in (torch.bool, torch.float32, own):
         hint = "" if mask.is_floating_point() else "; mask.bool() makes True what takes part"
         raise TypeError(
-            f"attn_mask: expected bool, float32 or query's dtype {query.dtype},"
-            f" got {mask.dtype}{hint}"
+            f"attn_mask: expected bool, float32 or query's dtype {own}, got {mask.dtype}{hint}"
         )
     if mask.device != query.device:
         raise ValueError(f"attn_mask: expected query's device {query.device}, got {mask.device}")

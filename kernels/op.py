@@ -18,14 +18,14 @@ _INPUTS = (
     "Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? sinks, Tensor? alibi_slopes,"
     " Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seeds"
 )
-_OPTIONS = (
+OPTIONS = (
     "float scale, bool is_causal, bool bottom_right, SymInt? window_left, SymInt? window_right,"
     " float softcap, float dropout_p, SymInt max_seqlen_q, SymInt max_seqlen_k"
 )
-_FORWARD = f"flash_attention_forward({_INPUTS}, {_OPTIONS}) -> (Tensor, Tensor, Tensor)"
+_FORWARD = f"flash_attention_forward({_INPUTS}, {OPTIONS}) -> (Tensor, Tensor, Tensor)"
 _BACKWARD = (
     "flash_attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor out, Tensor lse,"
-    f" Tensor statistics, bool need_bias, bool need_sinks, {_INPUTS}, {_OPTIONS})"
+    f" Tensor statistics, bool need_bias, bool need_sinks, {_INPUTS}, {OPTIONS})"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 _N_INPUTS = len(Inputs._fields)
@@ -53,15 +53,9 @@ def attention(
     [total, heads, dim]. bias: bool (True: visible) or additive, [B or 1, H or 1, Lq or 1, Lk or 1].
     Returns out [B, H, Lq, Dv] ([total, H, Dv]) and lse, fp32 [B, H, Lq] ([H, total]).
     """
-    seeds = fresh_seeds(call.dropout_p, query)
-    # The kernels read the small ones at consecutive addresses.
-    if alibi_slopes is not None:
-        alibi_slopes = alibi_slopes.resolve_neg().to(torch.float32).contiguous()
-    if sinks is not None:
-        sinks = sinks.resolve_neg().contiguous()
-    if cu_seqlens_q is not None and cu_seqlens_k is not None:
-        cu_seqlens_q, cu_seqlens_k = cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous()
-    inputs = Inputs(query, key, value, bias, sinks, alibi_slopes, cu_seqlens_q, cu_seqlens_k, seeds)
+    inputs = inputs_of(
+        query, key, value, bias, sinks, alibi_slopes, cu_seqlens_q, cu_seqlens_k, call
+    )
     options = options_of(call)
     if torch.compiler.is_compiling():
         out, lse, _ = _op.flash_attention_forward(*inputs, *options)
@@ -78,6 +72,28 @@ def attention(
         # The dispatcher's way to the same functions costs more than a short sequence's kernels.
         out, lse = direct(launch.forward(inputs, options), options, inputs)
     return out, lse
+
+
+def inputs_of(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    sinks: Tensor | None,
+    alibi_slopes: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    call: Call,
+) -> Inputs:
+    """A validated call's tensors as the kernels read them: small ones at consecutive addresses."""
+    if alibi_slopes is not None:
+        alibi_slopes = alibi_slopes.resolve_neg().to(torch.float32).contiguous()
+    if sinks is not None:
+        sinks = sinks.resolve_neg().contiguous()
+    if cu_seqlens_q is not None and cu_seqlens_k is not None:
+        cu_seqlens_q, cu_seqlens_k = cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous()
+    seeds = fresh_seeds(call.dropout_p, query)
+    return Inputs(query, key, value, bias, sinks, alibi_slopes, cu_seqlens_q, cu_seqlens_k, seeds)
 
 
 def _refuse_forward_mode(inputs: Inputs) -> None:

@@ -264,6 +264,8 @@ class Descriptor:
     def read(self, coords: Sequence[int]) -> Tensor:
         offsets, inside = self._places(coords)
         found = self.flat[offsets.masked_fill(~inside, 0)]
+        if found.element_size() == 1:  # torch masks no eight-bit floats.
+            return found.view(torch.uint8).masked_fill(~inside, 0).view(self.dtype)
         return found.masked_fill(~inside, 0)
 
     def write(self, coords: Sequence[int], tile: Tensor, add: bool = False) -> None:
@@ -417,6 +419,11 @@ def _asm(code: str, _: str, args: Sequence[Any], **__: Any) -> Any:
     if "bar.sync" in code:
         _local.together.wait(PATIENCE_S)
         return None
+    if "e4m3x2" in code:
+        numbers = torch.stack([x.as_subclass(Tensor) for x in args], -1)
+        return block(numbers.to(torch.float8_e4m3fn).view(torch.int32).squeeze(-1))
+    if code == "mov.b32 $0, $1;":  # The word of four numbers, given once for each of them.
+        return block(args[0].as_subclass(Tensor)[..., ::4].contiguous().view(torch.int8))
     if "x2.f32" in code:
         dtype = torch.bfloat16 if "bf16x2" in code else torch.float16
         halves = torch.stack([x.as_subclass(Tensor) for x in args], -1).to(dtype)
@@ -513,7 +520,7 @@ _LANGUAGE: dict[str, Any] = {
     "NVMMASharedLayout": _SharedLayout,
     "SharedLinearLayout": scattered_by,
     **{name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "uint8")},
-    **{name: getattr(torch, name) for name in ("int16", "int32", "int64")},
+    **{name: getattr(torch, name) for name in ("int8", "int16", "int32", "int64")},
 }
 _MBARRIER = SimpleNamespace(
     init=lambda barrier, count: one(barrier).__dict__.update(count=count, missing=count),

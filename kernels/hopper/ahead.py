@@ -9,12 +9,14 @@ from triton.experimental.gluon import language as gl
 from fa_advisor.kernels.ahead import Usage, compiled_usage
 from fa_advisor.kernels.hopper.backward import backward_kernel
 from fa_advisor.kernels.hopper.forward import forward_kernel
+from fa_advisor.kernels.hopper.fp8 import fp8_forward_kernel
 from fa_advisor.kernels.hopper.plan import flat_layout, used_features
 from fa_advisor.kernels.hopper.tiles import (
     BLOCK_N,
     CAPABILITY,
     ROWS_OF_A_CONSUMER,
     WIDE_QUERIES,
+    fp8_tiles_of,
     tiles_of,
     value_stages,
     widths,
@@ -35,8 +37,9 @@ CALLS: dict[str, dict[str, bool]] = {
 _FLAGS = (
     "VARLEN", "SOFTCAP", "SINKS", "PADDING", "HAS_LEFT", "HAS_RIGHT", "BOTTOM_RIGHT"
 )  # fmt: skip
+_FP8_FLAGS = ("VARLEN", "SOFTCAP", "SINKS", "HAS_LEFT", "HAS_RIGHT", "BOTTOM_RIGHT")
 _BACKWARD_FLAGS = ("VARLEN", "SOFTCAP", "HAS_LEFT", "HAS_RIGHT", "BOTTOM_RIGHT")
-_TYPES = {"bf16": gl.bfloat16, "fp16": gl.float16}
+_TYPES = {"bf16": gl.bfloat16, "fp16": gl.float16, "fp8e4nv": gl.float8e4nv}
 
 
 def usage(kernel: str, dim: int, dim_v: int, dtype: str, call: str) -> Usage:
@@ -69,6 +72,27 @@ def forward_usage(dim: int, dim_v: int, dtype: str, call: str) -> Usage:
     if constants["SINKS"]:
         pointers["sinks"] = f"*{dtype}"
     return _usage(forward_kernel, constants, _operands(blocks, dtype), pointers)
+
+
+def fp8_usage(dim: int, dim_v: int, dtype: str, call: str) -> Usage:
+    """What the forward kernel on float8_e4m3fn ("fp8e4nv") takes. Raises what the compiler does."""
+    constants: dict[str, Any] = {
+        **dict.fromkeys(_FP8_FLAGS, False), "EVEN_K": True, **CALLS[call]
+    }  # fmt: skip
+    cut = fp8_tiles_of(dim, dim_v)
+    bm, bn, width = ROWS_OF_A_CONSUMER, cut.block_n, cut.block_dv
+    constants |= {
+        "BM": bm, "BN": bn, "BLOCK_DV": width, "STAGES": cut.stages, "CONSUMERS": cut.consumers
+    }  # fmt: skip
+    eight = {"query": (bm, cut.part), "key": (bn, cut.part), "transposed": (width, bn)}
+    descriptors = _operands(eight, dtype) | _operands({"out": (bm, width)}, "bf16")
+    pointers = dict.fromkeys(("lse", "q_descale", "k_descale", "v_descale"), "*fp32")
+    pointers |= _sequences(constants)
+    if not constants["VARLEN"] and (constants["HAS_RIGHT"] or constants["HAS_LEFT"]):
+        pointers["schedule"] = "*i32"
+    if constants["SINKS"]:
+        pointers["sinks"] = "*fp32"
+    return _usage(fp8_forward_kernel, constants, descriptors, pointers)
 
 
 def backward_usage(dim: int, dim_v: int, dtype: str, call: str, exact: bool = False) -> Usage:

@@ -14,9 +14,11 @@ FAR = gl.constexpr(2**30)
 
 
 @gluon.constexpr_function
-def accumulator(n: int) -> Any:
-    """The layout of a warpgroup's product, [64, n]."""
-    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, n, 16])
+def accumulator(n: int, depth: int = 16) -> Any:
+    """The layout of a warpgroup's product, [64, n]; depth: of an instruction, 32 bytes of A."""
+    return gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, n, depth]
+    )
 
 
 @gluon.jit

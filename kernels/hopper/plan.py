@@ -18,6 +18,7 @@ import torch
 import triton
 from torch import Tensor
 
+from fa_advisor.kernels.fp8 import E4M3
 from fa_advisor.kernels.hopper.tiles import (
     BLOCK_N,
     CAPABILITY,
@@ -96,7 +97,7 @@ def describe(t: Tensor, varlen: bool, rows: int, features: int) -> tuple[Any, ..
     from triton.experimental.gluon import language as gl  # Absent where refused.
 
     block = [1, 1, 1, rows, features]
-    element = gl.bfloat16 if t.dtype is torch.bfloat16 else gl.float16
+    element = {torch.bfloat16: gl.bfloat16, E4M3: gl.float8e4nv}.get(t.dtype, gl.float16)
     layout = gl.NVMMASharedLayout.get_default_for(block, element)
     aligned = 16 // t.element_size()
     if varlen:
@@ -134,20 +135,8 @@ def forward(
 
     uneven = kind.has_left or kind.has_right
     cut = tiles_of(kind.dim, kind.dim_v, uneven)
-    blocks = triton.cdiv(o.max_seqlen_q, ROWS_OF_A_CONSUMER * cut.consumers)
-    batch_heads = kind.batch * kind.heads
-    total = blocks * batch_heads
     varlen = kind.varlen
-    side_by_side = _side_by_side(kind, o)
-    grid = min(total, processors(q.device))
-    schedule = None
-    if uneven or varlen:
-        costs = None if varlen else [_cost(kind, o, block, cut) for block in range(blocks)]
-        if costs is None or total > _MOST_SCHEDULED or torch.cuda.is_current_stream_capturing():
-            grid = total  # Then the GPU hands the pieces out, as processors are free for them.
-        else:
-            words = schedule_of(costs, batch_heads, side_by_side, grid)
-            schedule = torch.tensor(words, dtype=torch.int32, device=q.device)
+    pieces = deal(kind, o, cut, q)
     bm, bn = ROWS_OF_A_CONSUMER, cut.block_n
     described = {
         0: describe(q, varlen, bm, cut.part),
@@ -157,29 +146,61 @@ def forward(
     }
     static = (
         *row_strides, *kind.bias_strides[:2], kind.bias_strides[3], *span_strides[:2],
-        o.max_seqlen_q, o.max_seqlen_k, batch_heads, kind.heads, kind.group, blocks, side_by_side,
-        total, o.scale, o.softcap, kind.left, kind.right,
+        o.max_seqlen_q, o.max_seqlen_k, kind.batch * kind.heads, kind.heads, kind.group,
+        pieces.blocks, pieces.side_by_side, pieces.total, o.scale, o.softcap, kind.left, kind.right,
         varlen, kind.softcap, x.sinks is not None, kind.bias == BOOLEAN, kind.has_left,
         kind.has_right, o.bottom_right, not varlen and o.max_seqlen_k % bn == 0,
         bm, bn, cut.parts, cut.block_dv, cut.stages, cut.consumers, cut.shared_out,
     )  # fmt: skip
     launch = Launch(
-        "hopper_forward", forward_kernel, lambda _: (grid, static), Tile(bm, bn, 4, cut.stages),
-        lambda _: described, adjustable=False, describe=TensorDescriptor,
+        "hopper_forward", forward_kernel, lambda _: (pieces.grid, static),
+        Tile(bm, bn, 4, cut.stages), lambda _: described, adjustable=False,
+        describe=TensorDescriptor,
     )  # fmt: skip
     spans = out.new_empty(4, dtype=torch.int32) if kind.bias == BOOLEAN else None
     lse = out.new_empty(4, dtype=torch.float32)
     bias = x.bias.view(torch.uint8) if x.bias is not None else None
     pointers = (
         q, k, v, out, lse, None, None, bias, spans, x.sinks, None, x.cu_seqlens_q, x.cu_seqlens_k,
-        None, schedule,
+        None, pieces.schedule,
     )  # fmt: skip
-    return Scheduled(launch, schedule) if compiles(launch, q.device, pointers) else None
+    return Scheduled(launch, pieces.schedule) if compiles(launch, q.device, pointers) else None
 
 
-def _side_by_side(kind: Kind, o: Options) -> int:
+class Pieces(NamedTuple):
+    """A forward's pieces of work, and which of `grid` blocks does them; see `schedule_of`.
+
+    blocks: pieces of a head. schedule: None where they aren't dealt out beforehand.
+    """
+
+    blocks: int
+    total: int
+    side_by_side: int
+    grid: int
+    schedule: Tensor | None
+
+
+def deal(kind: Kind, o: Options, cut: Tiles, q: Tensor) -> Pieces:
+    """The pieces of a call and who does them."""
+    blocks = int(triton.cdiv(o.max_seqlen_q, ROWS_OF_A_CONSUMER * cut.consumers))
+    batch_heads = kind.batch * kind.heads
+    total = blocks * batch_heads
+    side_by_side = _side_by_side(kind, o, q.element_size())
+    grid = min(total, processors(q.device))
+    schedule = None
+    if kind.has_left or kind.has_right or kind.varlen:
+        costs = None if kind.varlen else [_cost(kind, o, block, cut) for block in range(blocks)]
+        if costs is None or total > _MOST_SCHEDULED or torch.cuda.is_current_stream_capturing():
+            grid = total  # Then the GPU hands the pieces out, as processors are free for them.
+        else:
+            words = schedule_of(costs, batch_heads, side_by_side, grid)
+            schedule = torch.tensor(words, dtype=torch.int32, device=q.device)
+    return Pieces(blocks, total, side_by_side, grid, schedule)
+
+
+def _side_by_side(kind: Kind, o: Options, element_bytes: int) -> int:
     """How many query heads run side by side: their keys and values shall stay in L2."""
-    bytes_a_head = max(1, o.max_seqlen_k * (kind.dim + kind.dim_v) * 2)
+    bytes_a_head = max(1, o.max_seqlen_k * (kind.dim + kind.dim_v) * element_bytes)
     heads = max(1, _BYTES_SIDE_BY_SIDE // bytes_a_head) * kind.group
     if not (kind.has_left or kind.has_right):
         heads = min(heads, max(_MOST_SIDE_BY_SIDE, kind.group))

@@ -42,6 +42,12 @@ def tiles_of(dim: int, dim_v: int, uneven: bool) -> Tiles:
     return Tiles(part, parts, block_dv, 64, 2, 2, shared_out=part == block_dv == 256)
 
 
+def fp8_tiles_of(dim: int, dim_v: int) -> Tiles:
+    """The same for float8_e4m3fn, whose head dims are up to 128."""
+    part, block_dv = (64 if size <= 64 else 128 for size in (dim, dim_v))
+    return Tiles(part, 1, block_dv, 128, 2, 2, shared_out=False)
+
+
 # Head dims up to the first are cut in parts of the second: a box of a tensor map is a power of two.
 _PARTS = ((64, (64, 1)), (96, (32, 3)), (128, (128, 1)), (192, (64, 3)), (256, (256, 1)))
 

@@ -8,13 +8,23 @@ from __future__ import annotations
 import json
 import sys
 
-from fa_advisor.kernels.hopper.ahead import backward_usage, forward_usage, queries_usage
+from fa_advisor.kernels.hopper.ahead import (
+    backward_usage,
+    forward_usage,
+    fp8_usage,
+    queries_usage,
+)
 
 
 def main() -> None:
     """Read configurations as JSON lines, print rows."""
     rows, sys.stdout = sys.stdout, sys.stderr
-    usages = {"forward": forward_usage, "backward": backward_usage, "queries": queries_usage}
+    usages = {
+        "forward": forward_usage,
+        "backward": backward_usage,
+        "queries": queries_usage,
+        "fp8": fp8_usage,
+    }
     for line in sys.stdin:
         kernel, *rest = json.loads(line)
         print(json.dumps(usages[kernel](*rest)._asdict()), file=rows, flush=True)

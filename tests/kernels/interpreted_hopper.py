@@ -14,8 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from fa_advisor.kernels.fp8 import E4M3, Descales
 from fa_advisor.kernels.hopper import backward as kernels
-from fa_advisor.kernels.hopper import plan
+from fa_advisor.kernels.hopper import fp8_plan, plan
 from fa_advisor.kernels.kinds import Inputs, Options, kind_of, like
 
 HEADS = 2
@@ -27,6 +28,8 @@ LOG2E = math.log2(math.e)
 def planned_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "available", lambda _: True)
     monkeypatch.setattr(plan, "by_descriptor", lambda *_: True)
+    monkeypatch.setattr(fp8_plan, "by_descriptor", lambda *_: True)
+    monkeypatch.setattr(plan, "processors", lambda _: 132)
     monkeypatch.setattr(plan, "compiles", lambda *_: True)
 
 
@@ -166,3 +169,37 @@ def test_what_is_finished(case: dict[str, Any]) -> None:
     assert dq.stride() == g.plan.gradients[0][1]
     g.plan.finish(-1, total, dq, g.cu)
     torch.testing.assert_close(dq, expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_values_are_turned_over_in_the_order_of_a_products_registers(packed: bool) -> None:
+    """As the next product reads a thread's registers of P: see `transpose.key_of_slot`."""
+    torch.manual_seed(0)
+    dim, width, block = 40, 64, 128
+    lengths = PACKED if packed else (200, 200)
+    cu = torch.tensor([0, *lengths]).cumsum(0).int() if packed else None
+    shape = (sum(lengths), HEADS, dim) if packed else (len(lengths), lengths[0], HEADS, dim)
+    v = torch.randint(0, 255, shape, dtype=torch.uint8)
+    longest = max(lengths)
+    o = Options(1.0, False, False, None, None, 0.0, 0.0, longest, longest)
+    given = v.view(E4M3) if packed else v.view(E4M3).transpose(1, 2)
+    x = Inputs(given, given, given, None, None, None, cu, cu, None)
+    made = fp8_plan.forward(kind_of(x, o), o, x, Descales(None, None, None))
+    assert made is not None
+    transposed = torch.full(made.transposed, 7.0).to(E4M3)
+    made.transpose(-1, *fp8_plan._turned(x, transposed))
+    found = transposed.view(torch.uint8)
+    for sequence, length in enumerate(lengths):
+        begin = int(cu[sequence]) if cu is not None else 0
+        first = (begin // block + sequence) * block if packed else 0
+        for head in range(HEADS):
+            rows = v[begin : begin + length, head] if packed else v[sequence, :, head]
+            tiles = -(-length // block) * block
+            expected = torch.zeros(width, tiles, dtype=torch.uint8)
+            for key in range(length):
+                group, rest = divmod(key, 16)
+                pairs, rest = divmod(rest, 8)
+                slot = 16 * group + 4 * (rest // 2) + 2 * pairs + rest % 2
+                expected[:dim, slot] = rows[key]
+            at = (0 if packed else sequence, head, slice(None), slice(first, first + tiles))
+            assert torch.equal(found[at], expected), (sequence, head)

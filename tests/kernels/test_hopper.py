@@ -24,7 +24,9 @@ from fa_advisor.budgets.given import given_on
 from fa_advisor.budgets.table import Problem
 from fa_advisor.kernels import kinds
 from fa_advisor.kernels import launch as launches
-from fa_advisor.kernels.hopper import plan
+from fa_advisor.kernels.fp8 import E4M3, Descales
+from fa_advisor.kernels.hopper import fp8_plan, plan
+from fa_advisor.kernels.hopper.tiles import fp8_tiles_of
 from fa_advisor.kernels.kinds import Inputs, Options
 from fa_advisor.kernels.launcher import Launch
 from fa_advisor.probes.gpus import lookup
@@ -69,6 +71,23 @@ def test_the_forward_compiles_for_hopper(dim: int, dim_v: int, dtype: str, call:
     (row,) = compiled([("forward", dim, dim_v, dtype, call)])
     assert row["smem_bytes"] <= LIMIT
     assert row["stack_bytes"] <= MOST_STACK_BYTES
+
+
+@pytest.mark.parametrize(
+    ("dim", "dim_v", "call"),
+    [
+        (128, 128, "plain"),
+        (128, 128, "causal"),
+        (64, 64, "packed"),
+        (128, 64, "ragged"),
+        (96, 128, "window"),
+        (128, 128, "softcap, sinks"),
+    ],
+)
+def test_the_forward_on_eight_bits_compiles_for_hopper(dim: int, dim_v: int, call: str) -> None:
+    (row,) = compiled([("fp8", dim, dim_v, "fp8e4nv", call)])
+    assert row["smem_bytes"] <= LIMIT
+    assert row["stack_bytes"] <= (MOST_STACK_BYTES if call != "plain" else 0)
 
 
 @pytest.mark.parametrize("kernel", ["backward", "queries"])
@@ -153,6 +172,32 @@ def test_what_the_forward_takes(options: dict[str, Any], reason: str | None) -> 
     assert (told is None) if reason is None else (told is not None and reason in told)
 
 
+@pytest.mark.parametrize(
+    ("dim", "dim_v", "options", "reason"),
+    [
+        (64, 64, {}, None),
+        (128, 72, {"is_causal": True, "softcap": 3.0, "sinks": torch.empty(2)}, None),
+        (128, 128, {"window_left": 4, "max_seqlen_q": 1}, None),
+        (128, 128, {"max_seqlen_k": 0}, "nothing"),
+        (144, 128, {}, "registers"),
+        (64, 192, {}, "registers"),
+        (64, 36, {}, "16 bytes"),
+        (64, 64, {"bias": torch.empty(1, 1, 1, 700, dtype=torch.bool)}, "masks"),
+        (64, 64, {"dropout_p": 0.1}, "dropout"),
+        (64, 64, {"alibi_slopes": torch.empty(2)}, "ALiBi"),
+    ],
+)
+def test_what_the_forward_on_eight_bits_takes(
+    dim: int, dim_v: int, options: dict[str, Any], reason: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(fp8_plan, "by_descriptor", lambda *_: True)
+    q, v = query(1, 2, 700, dim, dtype=E4M3), query(1, 2, 700, dim_v, dtype=E4M3)
+    of, o = kind(q, q, **options)
+    told = fp8_plan.refusal(of._replace(dim_v=dim_v), o, q, q, v)
+    assert (told is None) if reason is None else (told is not None and reason in told)
+
+
 @pytest.mark.usefixtures("named")
 @pytest.mark.parametrize(
     ("q", "k"),
@@ -179,6 +224,16 @@ def test_the_tiles_hold_every_head_dim(dim: int) -> None:
         smem = rows * wide + cut.stages * cut.block_n * (wide + cut.block_dv)
         smem += 0 if cut.shared_out else rows * cut.block_dv
         assert 2 * smem + 1024 <= LIMIT
+
+
+@pytest.mark.parametrize("dim", range(16, 129, 16))
+def test_the_tiles_of_eight_bits_hold_every_head_dim(dim: int) -> None:
+    for other in (8, 64, 72, 128):
+        cut = fp8_tiles_of(dim, other)
+        assert cut.part >= dim and cut.block_dv >= other
+        rows = plan.ROWS_OF_A_CONSUMER * cut.consumers
+        smem = rows * (cut.part + 2 * cut.block_dv)
+        assert smem + cut.stages * cut.block_n * (cut.part + cut.block_dv) + 1024 <= LIMIT
 
 
 def test_a_packed_sequence_is_bounded_by_its_own_end() -> None:
@@ -253,14 +308,14 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
     seen = Launched()
 
     def ready(launch: Any, _: Any, pointers: tuple[Any, ...]) -> bool:
-        described = launch._descriptors(launch._tile)
-        for position, description in described.items():
+        described = launch._descriptors and launch._descriptors(launch._tile)
+        for position, description in (described or {}).items():
             made = launch._describe(pointers[position], *description)
             assert len(made.block_shape) == len(made.shape)
         seen.note(launch, pointers)
         return True
 
-    for module in (plan, launches):
+    for module in (plan, fp8_plan, launches):
         monkeypatch.setattr(module, "by_descriptor", lambda *_: True)
     monkeypatch.setattr(plan, "available", lambda _: True)
     monkeypatch.setattr(plan, "processors", lambda _: 132)
@@ -309,6 +364,38 @@ def test_every_launch_has_the_arguments_of_its_kernel(
     for t, gradient in zip((q, k, v), gradients, strict=False):
         assert gradient is not None
         assert (gradient.shape, gradient.dtype) == (t.shape, t.dtype)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_every_launch_on_eight_bits_has_the_arguments_of_its_kernel(
+    launched: Launched, packed: bool
+) -> None:
+    rows, kv_rows = ((1400, 4), (1400, 2)) if packed else ((2, 4, 700), (2, 2, 700))
+    q, k = (query(*shape, 96, dtype=E4M3) for shape in (rows, kv_rows))
+    v = query(*kv_rows, 40, dtype=E4M3)
+    cu = torch.tensor([0, 700, 1400], dtype=torch.int32) if packed else None
+    x = Inputs(q, k, v, None, torch.empty(4), None, cu, cu, None)
+    o = Options(0.25, True, True, 300, None, 7.0, 0.0, 700, 700)
+    descales = Descales(torch.ones(4).expand(2, 4), None, torch.ones(2, 2))
+    found = launches.forward_fp8(x, o, descales)
+    assert found is not None
+    assert (found[0].shape, found[0].dtype) == ((*q.shape[:-1], 40), torch.bfloat16)
+    assert found[1].shape == ((4, 1400) if packed else (2, 4, 700))
+    assert launched.names == ["hopper_transpose", "hopper_fp8_forward"] * 2
+    turned, attended = launched.arguments[-2:]
+    assert (turned["dim"], turned["WIDTH"], turned["BLOCK"]) == (40, 64, 128)
+    assert (turned["len_k"], turned["heads"], turned["blocks"]) == (700, 2, 6)
+    # 1400 rows are 10 whole tiles, and each sequence may have one more.
+    slots = 12 * 128 if packed else 6 * 128
+    assert attended["transposed"].shape == (1 if packed else 2, 2, 64, slots)
+    assert (turned["out_d"], turned["out_h"]) == (slots, 64 * slots)
+    assert (attended["stride_qb"], attended["stride_qh"]) == (0, 1)
+    assert (attended["stride_kb"], attended["stride_kh"]) == (0, 0)
+    assert (attended["stride_vb"], attended["stride_vh"]) == (2, 1)
+    assert attended["k_descale"] is None
+    assert (attended["scale"], attended["softcap"], attended["left"]) == (0.25, 7.0, 300)
+    assert attended["HAS_LEFT"] and attended["HAS_RIGHT"] and attended["BOTTOM_RIGHT"]
+    assert (attended["VARLEN"], attended["EVEN_K"]) == (packed, False)
 
 
 def plainly(function: Any, program: int = 0) -> Any:

@@ -15,19 +15,25 @@ from hypothesis import strategies as st
 from fa_advisor.kernels import launch as launches
 from fa_advisor.kernels import reference
 from fa_advisor.kernels.arguments import check
-from fa_advisor.kernels.hopper import plan
-from fa_advisor.kernels.kinds import Inputs
+from fa_advisor.kernels.fp8 import E4M3, Descales, widened
+from fa_advisor.kernels.hopper import fp8_plan, plan
+from fa_advisor.kernels.kinds import Inputs, Options
 from fa_advisor.kernels.launcher import Launch
 from fa_advisor.kernels.op import options_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
 PROCESSORS = 3
+# By the name of a launch: the file and the kernel.
+KERNELS = {
+    "hopper_forward": ("forward", "forward_kernel"),
+    "hopper_fp8_forward": ("fp8", "fp8_forward_kernel"),
+}
 
 
 @pytest.fixture(autouse=True)
 def as_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything is planned as for a GPU with few processors, and run by threads."""
-    for module in (plan, launches):
+    for module in (plan, fp8_plan, launches):
         monkeypatch.setattr(module, "by_descriptor", lambda *_: True)
     monkeypatch.setattr(plan, "SHORT", 0)
     monkeypatch.setattr(plan, "available", lambda _: True)
@@ -44,12 +50,33 @@ def as_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 def run(launch: Any, _: int, *pointers: Any) -> None:
     """In `Launch.__call__`'s place."""
     grid, static = launch._geometry(launch._tile)
-    if launch._name == "hopper_forward":
-        kernel = threaded.module("forward").forward_kernel
+    if launch._name in KERNELS:
+        file, name = KERNELS[launch._name]
+        kernel = getattr(threaded.module(file), name)
         threaded.launch(kernel, grid, pointers, static, launch._descriptors(launch._tile))
+    elif launch._name == "hopper_transpose":
+        turn_over(*pointers, *static)
     else:
         assert launch._name == "spans"
         spans_of(*pointers)
+
+
+def turn_over(
+    value: torch.Tensor, transposed: torch.Tensor, cu: torch.Tensor | None, *static: Any
+) -> None:
+    """What `transpose_kernel` makes of values: interpreted_hopper.py has it from the source."""
+    block = static[-1]
+    packed = cu is not None
+    offsets = cu.tolist() if cu is not None else [0, value.shape[2]]
+    for sequence in range(len(offsets) - 1 if packed else value.shape[0]):
+        first, end = offsets[sequence : sequence + 2] if packed else offsets
+        to = (first // block + sequence) * block if packed else 0
+        rows = value[first:end].transpose(0, 1) if packed else value[sequence]
+        keys = torch.arange(-(-(end - first) // block) * block)
+        slots = keys // 16 * 16 + keys % 8 // 2 * 4 + keys % 16 // 8 * 2 + keys % 2
+        turned = torch.zeros((*transposed.shape[1:3], len(keys)), dtype=torch.uint8)
+        turned[:, : rows.shape[2], slots[: end - first]] = rows.transpose(1, 2)
+        transposed[0 if packed else sequence, :, :, to : to + len(keys)] = turned
 
 
 def spans_of(mask: torch.Tensor, spans: torch.Tensor) -> None:
@@ -64,15 +91,14 @@ def spans_of(mask: torch.Tensor, spans: torch.Tensor) -> None:
             spans[b, h, 0] = torch.tensor([*stretch, *whole])
 
 
-def assert_forward_agrees(case: Case, dtype: torch.dtype = torch.bfloat16) -> None:
-    given = {name: x.detach() for name, x in inputs(case, "cpu", dtype).items()}
+def planned(case: Case, given: dict[str, torch.Tensor]) -> tuple[Inputs, Options]:
+    """A case's tensors and options as its kernels are given them."""
+    longest = {}
     if case.lengths:
         longest = {
             f"max_seqlen_{side}": max(pair[i] for pair in case.lengths)
             for i, side in enumerate("qk")
         }
-    else:
-        longest = {}
     names = ("query", "key", "value")
     mask, sinks = given.get("attn_mask"), given.get("sinks")
     cu = given.get("cu_seqlens_q"), given.get("cu_seqlens_k")
@@ -82,21 +108,52 @@ def assert_forward_agrees(case: Case, dtype: torch.dtype = torch.bfloat16) -> No
         o["softcap"], sinks, None, *cu, longest.get("max_seqlen_q"), longest.get("max_seqlen_k"),
         o["causal_alignment"],
     )  # fmt: skip
-    x = Inputs(q, k, v, bias, sinks, None, *cu, None)
-    made = launches.forward(x, options_of(call))
-    assert made.launch is None or isinstance(made.launch, plan.Scheduled), "not Hopper's"
-    out, lse, _ = made(x)
+    return Inputs(q, k, v, bias, sinks, None, *cu, None), options_of(call)
+
+
+def assert_near(
+    case: Case, given: dict[str, torch.Tensor], out: torch.Tensor, lse: torch.Tensor, most: float
+) -> None:
+    """Hold out and lse against the reference in float64."""
     wide = {
         name: t.double() if t.is_floating_point() else t for name, t in given.items()
     }  # fmt: skip
-    true_out, true_lse = reference.attention(**wide, **o)
+    true_out, true_lse = reference.attention(**wide, **case.options)
     empty = true_lse == float("-inf")
     assert torch.equal(lse == float("-inf"), empty)
     error = (out.double() - true_out).norm() / true_out.norm().clamp(min=1e-9)
-    assert float(error) < 6e-3, float(error)
+    assert float(error) < most, float(error)
     torch.testing.assert_close(
         lse.double().masked_fill(empty, 0.0), true_lse.masked_fill(empty, 0.0), atol=2e-3, rtol=2e-3
     )
+
+
+def assert_forward_agrees(case: Case, dtype: torch.dtype = torch.bfloat16) -> None:
+    given = {name: x.detach() for name, x in inputs(case, "cpu", dtype).items()}
+    x, options = planned(case, given)
+    made = launches.forward(x, options)
+    assert made.launch is None or isinstance(made.launch, plan.Scheduled), "not Hopper's"
+    out, lse, _ = made(x)
+    assert_near(case, given, out, lse, 6e-3)
+
+
+def assert_fp8_agrees(case: Case) -> None:
+    """The same in eight bits, with descales."""
+    given = {name: x.detach() for name, x in inputs(case, "cpu", torch.float32).items()}
+    names = ("query", "key", "value")
+    given |= {name: given[name].to(E4M3) for name in names}
+    x, options = planned(case, given)
+    if 0 in (x.query.numel(), x.key.numel(), options.max_seqlen_q, options.max_seqlen_k):
+        return
+    batch = len(case.lengths) or case.batch
+    descales = Descales(*(torch.rand(batch, t.shape[1]) + 0.5 for t in x[:3]))
+    found = launches.forward_fp8(x, options, descales)
+    assert found is not None, "not Hopper's"
+    cu = (x.cu_seqlens_q, x.cu_seqlens_k, x.cu_seqlens_k)
+    for name, descale, offsets in zip(names, descales, cu, strict=True):
+        given[name] = widened(given[name], descale, offsets, torch.float32)
+    # Weights are rounded to three bits, evenly spread, and V's signs are random.
+    assert_near(case, given, *found, 2**-4 / 3**0.5)
 
 
 CASES = {
@@ -149,6 +206,22 @@ def test_the_forward(name: str) -> None:
 @given(case=hopper_cases(65, 330), dtype=st.sampled_from([torch.bfloat16, torch.float16]))
 def test_the_forward_with_every_feature(case: Case, dtype: torch.dtype) -> None:
     assert_forward_agrees(case, dtype)
+
+
+def in_eight_bits(case: Case) -> bool:
+    return case.mask is None and max(case.head_dim, case.value_dim or 0) <= 128
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if in_eight_bits(case)])
+def test_the_forward_on_eight_bits(name: str) -> None:
+    torch.manual_seed(len(name))
+    assert_fp8_agrees(CASES[name])
+
+
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(case=hopper_cases(1, 330).filter(in_eight_bits))
+def test_the_forward_on_eight_bits_with_every_feature(case: Case) -> None:
+    assert_fp8_agrees(case)
 
 
 @pytest.mark.parametrize(
