@@ -75,7 +75,7 @@ def refusal(kind: Kind, o: Options, q: Tensor, k: Tensor, v: Tensor) -> str | No
         (wide, "so is a mask with a row for each query"),
         (kind.dropout, "dropout's random numbers take the registers of a second consumer"),
         (kind.alibi, "ALiBi isn't written for it"),
-        (not o.scale > 0.0, "a row's maximum is taken before the scale, which must not turn it"),
+        (not o.scale > 0.0, "what is hidden is -inf before the scale, and 0 times that is NaN"),
         (max(kind.dim, kind.dim_v) <= 32, "small head dims would be padded to 64"),
         (o.max_seqlen_q < least, f"fewer than {least} queries leave its rows empty"),
         (o.max_seqlen_k <= SHORT, "encoding four tensor maps costs more than is gained"),
