@@ -7,14 +7,13 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
-from fa_advisor.assemble import Measured, assemble
+from fa_advisor.assemble import assemble
 from fa_advisor.attribution.ledger import Ledger
 from fa_advisor.errors import TargetError
+from fa_advisor.gpu_ledger import GpuLedger, workspace_bytes
 from fa_advisor.placement import Placement, dtype_of, sizes_of, specs_of
-from fa_advisor.probes.device import outside_allocator_bytes
 from fa_advisor.probes.events import Event
 from fa_advisor.probes.fake import FakeDevice
 from fa_advisor.probes.opstream import torch_version
@@ -41,34 +40,36 @@ class Run:
     device: DeviceSpec
     label: str
     progress: OnProgress
+    gpu_ledger: GpuLedger | None = None  # entered before the model was built; CUDA only
 
     def measure(
         self, *, wrap: Callable[[], AbstractContextManager[None]], lr: float
     ) -> Callable[[str | None, str, int | None, tuple[str, ...]], Report]:
         """Two steps, the second measured. `wrap` is put around the user's code."""
-        on_cuda = self.placement.kind == "cuda"
+        gpu = self.gpu_ledger
         ledger = Ledger(
-            modelled=not on_cuda,
+            modelled=True,
             total_memory_bytes=self.device.total_memory_bytes,
-            workspace_bytes=0 if on_cuda else _workspace_bytes(self.device),
+            workspace_bytes=workspace_bytes(self.device),
         )
         watch = Watch(
-            self._reporting(ledger.feed),
+            self._reporting(gpu.feed if gpu else ledger.feed),
             self.device,
-            device_type="cuda" if on_cuda else None,
+            device_type="cuda" if gpu else None,
             fake=self.fake,
+            stamp=gpu.stamp if gpu else None,
         )
         self._watch = watch
         training = self.model.training
         self.model.train(self.mode == "train")
         try:
             with watch:
-                self._run_twice(watch, ledger, wrap, lr)
-            measured = self._measured() if on_cuda else None
+                self._run_twice(watch, gpu or ledger, wrap, lr)
         finally:
             self.model.train(training)
-        ledger.end_step()
-        step = ledger.best
+        (gpu or ledger).end_step()
+        measured = gpu.measured() if gpu else None
+        step = (gpu or ledger).best
         if step is None or not watch.stream.op_count:
             raise TargetError("the model ran no operator, so there is nothing to profile")
         self.progress(Progress(stage="analyse"))
@@ -97,7 +98,11 @@ class Run:
                 torch_version=torch_version(),
                 measured=measured,
                 max_positions=max_positions(self.model),
-                notes=(*notes, *(self.fake.assumptions if self.fake else ())),
+                notes=(
+                    *notes,
+                    *(self.fake.assumptions if self.fake else ()),
+                    *(gpu.notes if gpu else ()),
+                ),
             )
             self.progress(Progress(stage="done"))
             return report
@@ -107,7 +112,7 @@ class Run:
     def _run_twice(
         self,
         watch: Watch,
-        ledger: Ledger,
+        ledger: Ledger | GpuLedger,
         wrap: Callable[[], AbstractContextManager[None]],
         lr: float,
     ) -> None:
@@ -125,24 +130,9 @@ class Run:
         watch.stream.flush()
         self._total = watch.stream.op_count
         ledger.start_measuring()
-        if self.placement.kind == "cuda":
-            torch.cuda.synchronize(self.placement.index)
-            torch.cuda.reset_peak_memory_stats(self.placement.index)
         with wrap():
             self._begin("measure", watch.stream.op_count)
             step.run()
-
-    def _measured(self) -> Measured:
-        index = self.placement.index
-        torch.cuda.synchronize(index)
-        reserved = torch.cuda.max_memory_reserved(index)
-        return Measured(
-            peak_allocated_bytes=torch.cuda.max_memory_allocated(index),
-            peak_reserved_bytes=reserved,
-            outside_allocator_bytes=outside_allocator_bytes(
-                index, torch.cuda.memory_reserved(index)
-            ),
-        )
 
     # -- progress ------------------------------------------------------------------------------
 
@@ -166,8 +156,3 @@ class Run:
 
         self._stage_name = ""
         return feed
-
-
-def _workspace_bytes(device: DeviceSpec) -> int:
-    """cuBLAS's workspace for a handle and stream, as torch asks for it (CUDABlas' defaults)."""
-    return 32 * 2**20 if device.capability[0] == 9 else 8_519_680

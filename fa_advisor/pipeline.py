@@ -6,7 +6,7 @@ the Python API, in the user's own process.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 from torch import nn
@@ -14,6 +14,7 @@ from torch import nn
 from fa_advisor.attribution.ledger import Ledger
 from fa_advisor.attribution.storage import Origin
 from fa_advisor.errors import UsageError
+from fa_advisor.gpu_ledger import GpuLedger
 from fa_advisor.measure import OnProgress, Run
 from fa_advisor.placement import (
     DTYPES,
@@ -44,7 +45,21 @@ def profile_target(request: ProfileRequest, progress: OnProgress) -> Report:
     """
     placement = resolve(request.device)
     device, note = advise_for(request.gpu, placement.index)
-    notes = [note] if note else []
+    with ExitStack() as stack:
+        gpu_ledger = None
+        if placement.kind == "cuda":  # from before the model is built
+            gpu_ledger = stack.enter_context(GpuLedger(placement.index, device))
+        return _profile(request, progress, placement, device, gpu_ledger, (note,) if note else ())
+
+
+def _profile(
+    request: ProfileRequest,
+    progress: OnProgress,
+    placement: Placement,
+    device: DeviceSpec,
+    gpu_ledger: GpuLedger | None,
+    notes: tuple[str, ...],
+) -> Report:
     fake = FakeDevice() if placement.kind == "fake" else None
     dtype = DTYPES[request.dtype]
     progress(Progress(stage="load", note=request.target or "the bundled example"))
@@ -81,9 +96,10 @@ def profile_target(request: ProfileRequest, progress: OnProgress) -> Report:
         device=device,
         label=target.path or target.name,
         progress=progress,
+        gpu_ledger=gpu_ledger,
     )
     report_of = run.measure(wrap=lambda: target_code(run.label), lr=1e-4)
-    return report_of(target.path, target.name, request.seq_len, tuple(notes))
+    return report_of(target.path, target.name, request.seq_len, notes)
 
 
 def profile(
@@ -115,30 +131,35 @@ def profile(
     placement = Placement("cuda", on_gpu.index or 0) if on_gpu else Placement("fake", 0)
     device, note = advise_for(gpu, placement.index)
     fake = None if on_gpu else FakeDevice()
-    if inputs is None:
-        args, kwargs = synthesise(
-            model, batch_size=batch_size, seq_len=seq_len, mode=mode, dtype=dtype_of(model)
+    with ExitStack() as stack:
+        gpu_ledger = None
+        if on_gpu is not None:
+            gpu_ledger = stack.enter_context(GpuLedger(placement.index, device))
+        if inputs is None:
+            args, kwargs = synthesise(
+                model, batch_size=batch_size, seq_len=seq_len, mode=mode, dtype=dtype_of(model)
+            )
+            args, kwargs = move((args, kwargs), placement, None)
+        else:
+            args, kwargs = _as_call(inputs)
+        subject = model if fake is None else fake.copy_of(model)
+        run = Run(
+            model=subject,
+            args=args,
+            kwargs=kwargs,
+            mode=mode,
+            optimizer=optimizer,
+            placement=placement,
+            fake=fake,
+            device=device,
+            label=type(model).__name__,
+            progress=lambda _: None,
+            gpu_ledger=gpu_ledger,
         )
-        args, kwargs = move((args, kwargs), placement, None)
-    else:
-        args, kwargs = _as_call(inputs)
-    subject = model if fake is None else fake.copy_of(model)
-    run = Run(
-        model=subject,
-        args=args,
-        kwargs=kwargs,
-        mode=mode,
-        optimizer=optimizer,
-        placement=placement,
-        fake=fake,
-        device=device,
-        label=type(model).__name__,
-        progress=lambda _: None,
-    )
-    # A rate of 0 keeps the weights; what a step changes all the same is put back.
-    keep: AbstractContextManager[None] = nullcontext() if fake else state_kept(model)
-    with keep:
-        report_of = run.measure(wrap=nullcontext, lr=0.0)
+        # A rate of 0 keeps the weights; what a step changes all the same is put back.
+        keep: AbstractContextManager[None] = nullcontext() if fake else state_kept(model)
+        with keep:
+            report_of = run.measure(wrap=nullcontext, lr=0.0)
     return report_of(None, type(model).__name__, seq_len, (note,) if note else ())
 
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from fa_advisor.assemble import Measured, assemble
+from fa_advisor.assemble import assemble
 from fa_advisor.attribution.ledger import Ledger
 from fa_advisor.errors import UsageError
+from fa_advisor.gpu_ledger import GpuLedger, Measured
 from fa_advisor.placement import dtype_of, sizes_of, specs_of
-from fa_advisor.probes.device import advise_for, outside_allocator_bytes
+from fa_advisor.probes.device import advise_for
 from fa_advisor.probes.events import Phase
 from fa_advisor.probes.opstream import torch_version
 from fa_advisor.probes.watch import Watch
@@ -39,14 +41,14 @@ class Recording:
         self._cuda_index = _cuda_index(model)
         self._device, note = advise_for(gpu, self._cuda_index or 0)
         self._notes = (note,) if note else ()
-        on_cuda = self._cuda_index is not None
-        self._ledger = Ledger(
-            modelled=not on_cuda, total_memory_bytes=self._device.total_memory_bytes
+        self._gpu = (
+            GpuLedger(self._cuda_index, self._device) if self._cuda_index is not None else None
         )
-        self._watch = Watch(
-            self._ledger.feed, self._device, device_type="cuda" if on_cuda else None
+        self._ledger: Ledger | GpuLedger = self._gpu or Ledger(
+            modelled=True, total_memory_bytes=self._device.total_memory_bytes
         )
-        self._peaks = [0, 0]  # allocated and reserved, kept over another recording's reset
+        self._stack = ExitStack()
+        self._watch: Watch | None = None
         self._measured: Measured | None = None
         self._report: Report | None = None
         self._state = "new"
@@ -57,36 +59,39 @@ class Recording:
                 "this recording has been used", hint="make another: fa_advisor.record(model)"
             )
         for other in _active:
-            other._bank_peaks()
-        if self._cuda_index is not None:
-            torch.cuda.reset_peak_memory_stats(self._cuda_index)
-        self._watch.__enter__()
-        try:
+            if other._gpu is not None:
+                other._gpu.bank_peaks()
+        with ExitStack() as stack:
+            if self._gpu is not None:
+                stack.enter_context(self._gpu)
+            watch = Watch(
+                self._ledger.feed,
+                self._device,
+                device_type="cuda" if self._gpu is not None else None,
+                stamp=self._gpu.stamp if self._gpu is not None else None,
+            )
+            stack.enter_context(watch)
+            if self._gpu is not None:
+                watch.on_step = self._gpu.end_step
             if self._model is not None:
-                self._watch.add_model(self._model)
+                watch.add_model(self._model)
             if self._optimizer is not None:
-                self._watch.label_optimizer(self._optimizer)
-        except BaseException:
-            self._watch.__exit__(None, None, None)
-            raise
+                watch.label_optimizer(self._optimizer)
+            self._watch = watch
+            self._stack = stack.pop_all()
         self._state = "running"
         _active.append(self)
         return self
 
     def __exit__(self, *exc: object) -> None:
         _active.remove(self)
-        self._watch.__exit__(*exc)
-        self._state = "done"
-        if self._cuda_index is not None:
-            torch.cuda.synchronize(self._cuda_index)
-            self._bank_peaks()
-            reserved = torch.cuda.memory_reserved(self._cuda_index)
-            self._measured = Measured(
-                peak_allocated_bytes=self._peaks[0],
-                peak_reserved_bytes=self._peaks[1],
-                outside_allocator_bytes=outside_allocator_bytes(self._cuda_index, reserved),
-            )
+        if self._watch is not None:
+            self._watch.stream.flush()
         self._ledger.end_step()
+        if self._gpu is not None:
+            self._measured = self._gpu.measured()
+        self._stack.close()
+        self._state = "done"
 
     @property
     def report(self) -> Report:
@@ -96,19 +101,19 @@ class Recording:
         return self._report
 
     def _make(self) -> Report:
-        step = self._ledger.best
-        if self._state != "done":
+        step, watch = self._ledger.best, self._watch
+        if self._state != "done" or watch is None:
             raise UsageError("the recording hasn't ended", hint="read .report after the with block")
-        if step is None or not self._watch.stream.op_count:
+        if step is None or not watch.stream.op_count:
             raise UsageError("nothing ran while recording", hint="call the model inside the block")
-        model = self._model if self._model is not None else self._watch.scopes.first_root()
+        model = self._model if self._model is not None else watch.scopes.first_root()
         parameters = list(model.parameters()) if model is not None else []
-        call = self._watch.first_call
+        call = watch.first_call
         batch, length = sizes_of(call)
         trained = any(entry.phase is not Phase.FORWARD for entry in step.entries)
         return assemble(
             step=step,
-            types=self._watch.scopes.types,
+            types=watch.scopes.types,
             device=self._device,
             target=TargetSpec(
                 path=None,
@@ -125,14 +130,8 @@ class Recording:
             ),
             torch_version=torch_version(),
             measured=self._measured,
-            notes=self._notes,
+            notes=(*self._notes, *(self._gpu.notes if self._gpu is not None else ())),
         )
-
-    def _bank_peaks(self) -> None:
-        if self._cuda_index is not None:
-            index = self._cuda_index
-            self._peaks[0] = max(self._peaks[0], torch.cuda.max_memory_allocated(index))
-            self._peaks[1] = max(self._peaks[1], torch.cuda.max_memory_reserved(index))
 
 
 def record(

@@ -127,6 +127,24 @@ class TimelinePoint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AllocatorState:
+    """What the allocator held beyond the allocated bytes at the peak, by its own trace:
+    allocated + pending + cached + fragmented == reserved.
+
+    `cached_bytes`: segments that are free; `fragmented_bytes`: free blocks of segments in use;
+    `pending_bytes`: freed, but another stream might still use them; `private_pools_bytes`: of
+    the reserved, what belongs to CUDA graphs. `other_processes_bytes`: `None` where NVML can't say.
+    """
+
+    reserved_bytes: int
+    cached_bytes: int
+    fragmented_bytes: int
+    pending_bytes: int
+    private_pools_bytes: int
+    other_processes_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
     """The peak and what it is made of: sum(categories) + unattributed == peak_allocated."""
 
@@ -138,6 +156,7 @@ class Memory:
     unattributed_bytes: int
     outside_allocator_bytes: int | None
     timeline: tuple[TimelinePoint, ...]
+    allocator: AllocatorState | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ import torch.utils.checkpoint
 import fa_advisor
 
 _PACKAGE = os.path.dirname(fa_advisor.__file__)
-_LIBRARY = (
+LIBRARY = (
     f"{torch.__path__[0]}/",
     f"{os.path.dirname(__file__)}/",
     f"{_PACKAGE}/",
@@ -35,7 +35,7 @@ def user_line(frame: FrameType | None) -> tuple[str, int] | None:
 
 
 def _of_a_library(file: str) -> bool:
-    return file.startswith(_LIBRARY) and not file.startswith(_EXAMPLES)
+    return file.startswith(LIBRARY) and not file.startswith(_EXAMPLES)
 
 
 def in_checkpoint(frame: FrameType | None) -> bool:

@@ -21,6 +21,7 @@ from fa_advisor.probes.events import Code, Event, Kind, Op, Phase
 from fa_advisor.probes.lines import in_checkpoint, user_line
 from fa_advisor.probes.operators import classify
 from fa_advisor.probes.scopes import Scopes
+from fa_advisor.probes.sums import operand_to_add_into
 
 # Events are handed on in batches: the hot path only appends. Small ones, so that an event is gone
 # before Python's garbage collector would count it among what lasts.
@@ -66,6 +67,8 @@ class OpStream(TorchDispatchMode):
     """`sink` gets lists of events; `execute` runs an operator (fake tensors bring their own).
 
     `device_type`: only storages on this device are numbered ("cuda" on a GPU; None: all).
+    `stamp` is called with "NUMBER name" before an operator runs and with "" after it; with it,
+    events say where storages lie, and compiled graphs run compiled.
     """
 
     supports_higher_order_operators = True
@@ -77,12 +80,15 @@ class OpStream(TorchDispatchMode):
         *,
         device_type: str | None = None,
         execute: Callable[..., Any] | None = None,
+        stamp: Callable[[str], None] | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._sink = sink
         self._scopes = scopes
         self._device_type = device_type
         self._execute = execute
+        self._stamp = stamp
+        self.number = 0  # of the last operator that began, where allocations are stamped
         # By id: an OpOverload's own hash is computed in Python. The entry keeps the id alive.
         self._ops: dict[int, tuple[Op, bool, bool, Any]] = {}
         self._refs: dict[int, _Ref] = {}
@@ -105,18 +111,43 @@ class OpStream(TorchDispatchMode):
         if composite:
             return self._decompose(func, args, kwargs)
         execute = self._execute
-        if execute is not None:
+        if self._stamp is not None:
+            out = self._run_stamped(self._stamp, op, func, args, kwargs)
+        elif execute is not None:
             out = execute(func, types, args, kwargs or {})
         elif kwargs:
             out = func(*args, **kwargs)
         else:
             out = func(*args)
-        if recorded:  # views have no storage of their own
+        if not recorded:  # views have no storage of their own
+            if self._stamp is not None and self.phase is Phase.FORWARD:
+                self._mark_line(user_line(sys._getframe(1)))
+        else:
             if self.phase is not Phase.OPTIMIZER:
                 self._record(op, args, kwargs, out)
             elif not op.writes:
                 self._record_update(op, out)
         return out
+
+    def _run_stamped(
+        self, stamp: Callable[[str], None], op: Op, func: Any, args: Any, kwargs: Any
+    ) -> Any:
+        """Run an operator on the GPU; what it allocates carries its number."""
+        self.number += 1
+        stamp(f"{self.number} {op.name}")
+        try:
+            if op.name == "add" and not kwargs and _current_node() is not None:
+                kept = None if torch.is_grad_enabled() else operand_to_add_into(args)
+                if kept is not None:
+                    return torch.ops.aten.add_.Tensor(args[kept], args[1 - kept])
+            return func(*args, **kwargs) if kwargs else func(*args)
+        finally:
+            stamp("")
+
+    def _mark_line(self, source: tuple[str, int] | None) -> None:
+        """Remember which line made the autograd node that this operator belongs to."""
+        if source is not None and _current_node() is None and torch.is_grad_enabled():
+            self._scopes.mark_line(source)
 
     def _record(self, op: Op, args: Any, kwargs: Any, out: Any) -> None:
         inputs: list[tuple[int, Any]] = []
@@ -145,9 +176,17 @@ class OpStream(TorchDispatchMode):
             scope = self._scopes.of_node(node)
             phase = Phase.BACKWARD
         source = user_line(sys._getframe(2)) if made and phase is not Phase.BACKWARD else None
+        if self._stamp is not None:
+            if phase is Phase.BACKWARD:
+                source = self._scopes.line_of_node(node)
+            elif source is not None:
+                self._mark_line(source)
         extra = _extra(op, args) if op.kind in _WITH_SCALARS else None
         events = self._events
-        events.append((0, op, scope, phase, source, inputs, outputs, extra))
+        if self._stamp is None:
+            events.append((0, op, scope, phase, source, inputs, outputs, extra))
+        else:
+            events.append((0, op, scope, phase, source, inputs, outputs, extra, self.number))
         self.op_count += 1
         if len(events) >= BATCH:
             self.flush()
@@ -165,7 +204,9 @@ class OpStream(TorchDispatchMode):
                     made = self._output(item, outputs) or made
         if made:
             scope = self._scopes.current
-            self._events.append((0, op, scope, Phase.OPTIMIZER, None, (), outputs, None))
+            source = user_line(sys._getframe(2)) if self._stamp is not None else None
+            event = (0, op, scope, Phase.OPTIMIZER, source, (), outputs, None)
+            self._events.append(event if self._stamp is None else (*event, self.number))
 
     def sid(self, tensor: Tensor) -> int:
         """The number of a tensor's storage; -1 for one that isn't followed.
@@ -226,6 +267,7 @@ class OpStream(TorchDispatchMode):
         if nbytes != ref.nbytes:
             ref.nbytes = nbytes
             self._events.append((Code.RESIZE, ref.sid, nbytes))
+            self._locate(storage, ref.sid)
         outputs.append((ref.sid, tensor.shape, "", -1))
         return False
 
@@ -237,7 +279,12 @@ class OpStream(TorchDispatchMode):
         ref.label = ""
         self._next_sid += 1
         self._refs[ref.key] = ref
+        self._locate(storage, ref.sid)
         return ref
+
+    def _locate(self, storage: Any, sid: int) -> None:
+        if self._stamp is not None and storage.device.type == self._device_type:
+            self._events.append((Code.BLOCK, sid, storage.data_ptr(), self.number))
 
     def _died(self, ref: Any) -> None:
         known: Any = self._refs.get(ref.key)
@@ -277,6 +324,11 @@ class OpStream(TorchDispatchMode):
                 return False
         return True
 
+    def ignore_compile_internals(self) -> bool:  # type: ignore[override]
+        """On a GPU a compiled model runs compiled, as it does for the user: the allocator's trace
+        sees what is inside. Elsewhere torch runs it uncompiled, so that the mode sees."""
+        return self._stamp is not None
+
     # -- what others tell the stream ----------------------------------------------------------
 
     def emit(self, event: Event) -> None:
@@ -299,6 +351,7 @@ class OpStream(TorchDispatchMode):
         if ref is not None and storage.nbytes() != ref.nbytes:
             ref.nbytes = storage.nbytes()
             self._events.append((Code.RESIZE, ref.sid, ref.nbytes))
+            self._locate(storage, ref.sid)
 
     def flush(self) -> None:
         """Hand on what has been seen so far."""

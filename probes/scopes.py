@@ -39,6 +39,7 @@ class Scopes:
         self._roots: list[nn.Module] = []  # keeps ids valid
         self._numbers: list[int] = []
         self._boundary_scopes: list[Scope] = []
+        self._lines: dict[int, tuple[str, int]] = {}
         self._handles: list[Any] = []
 
     def add_root(self, module: nn.Module) -> str:
@@ -52,7 +53,7 @@ class Scopes:
             prefix, count = f"{base}#{count}", count + 1
         self._roots.append(module)
         for name, child in module.named_modules():
-            fqn = f"{prefix}.{name}" if prefix and name else prefix or name
+            fqn = qualified(prefix, name)
             self._known.setdefault(id(child), _scope(fqn, child))
             self.types.setdefault(fqn, type(child).__name__)
         return prefix
@@ -80,7 +81,21 @@ class Scopes:
         at = bisect_right(self._numbers, node._sequence_nr()) - 1
         return self._boundary_scopes[at] if at >= 0 else NOWHERE
 
+    def mark_line(self, source: tuple[str, int]) -> None:
+        """The autograd node made last belongs to this line."""
+        lines = self._lines
+        lines[_sequence_number() - 1] = source
+        if len(lines) > _MAX_BOUNDARIES:
+            for number in list(lines)[: _MAX_BOUNDARIES // 2]:
+                del lines[number]
+
+    def line_of_node(self, node: Any) -> tuple[str, int] | None:
+        """The line of the forward that made an autograd node."""
+        return self._lines.get(node._sequence_nr())
+
     def _enter(self, module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling():
+            return  # traced, not run: a word more, and Dynamo would break the graph here
         scope = self._known.get(id(module))
         if scope is None:
             scope = self._name(module)
@@ -92,6 +107,8 @@ class Scopes:
         self._mark(scope)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
         if not any(entry[0] == id(module) for entry in self._stack):
             return  # entered before the watch began
         while self._stack.pop()[0] != id(module):
@@ -126,6 +143,12 @@ class Scopes:
         if len(numbers) > _MAX_BOUNDARIES:
             del numbers[: _MAX_BOUNDARIES // 2]
             del self._boundary_scopes[: _MAX_BOUNDARIES // 2]
+
+
+def qualified(prefix: str, name: str) -> str:
+    """A module's name below a model's; what torch.compile wraps around a module has none."""
+    plain = ".".join(part for part in name.split(".") if part != "_orig_mod")
+    return f"{prefix}.{plain}" if prefix and plain else prefix or plain
 
 
 def _scope(fqn: str, module: nn.Module) -> Scope:

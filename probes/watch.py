@@ -25,7 +25,7 @@ from fa_advisor.probes.fake import FakeDevice, cuda_calls_as_cpu
 from fa_advisor.probes.lines import user_line
 from fa_advisor.probes.masks import is_triangular
 from fa_advisor.probes.opstream import OpStream
-from fa_advisor.probes.scopes import Scopes
+from fa_advisor.probes.scopes import Scopes, qualified
 from fa_advisor.probes.structure import tensors_in
 from fa_advisor.records import DeviceSpec
 
@@ -34,7 +34,7 @@ class Watch:
     """A context manager: inside it every operator, module, gradient and optimizer step is seen.
 
     `sink` gets the events. `gpu` decides which SDPA backend fake tensors take and is what
-    `why_not` speaks of. `fake`: run on fake tensors. `device_type`: see `OpStream`.
+    `why_not` speaks of. `fake`: run on fake tensors. `device_type`, `stamp`: see `OpStream`.
     """
 
     def __init__(
@@ -44,6 +44,7 @@ class Watch:
         *,
         device_type: str | None = None,
         fake: FakeDevice | None = None,
+        stamp: Callable[[str], None] | None = None,
     ) -> None:
         self.scopes = Scopes()
         self.fake = fake
@@ -54,11 +55,13 @@ class Watch:
             self.scopes,
             device_type=device_type,
             execute=fake.execute if fake else None,
+            stamp=stamp,
         )
         self.stream.overrides[torch.ops.aten.scaled_dot_product_attention.default] = dispatch.sdpa
         self._stack = ExitStack()
         self._seen_parameters: set[int] = set()
         self._hooks: list[Any] = []
+        self.on_step: Callable[[], None] | None = None  # an optimizer's step has ended
         self.first_call: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
 
     def __enter__(self) -> Watch:
@@ -97,7 +100,7 @@ class Watch:
         prefix = self.scopes.add_root(model)
         self._hooks.append(model.register_forward_pre_hook(_Called(self), with_kwargs=True))
         for name, module in model.named_modules():
-            fqn = f"{prefix}.{name}" if prefix and name else prefix or name
+            fqn = qualified(prefix, name)
             for parameter in module.parameters(recurse=False):
                 if id(parameter) not in self._seen_parameters:
                     self._add_parameter(parameter, fqn)
@@ -160,6 +163,9 @@ class Watch:
         self.label_optimizer(optimizer)
         self.stream.phase = Phase.FORWARD
         self.stream.emit((Code.STEP,))
+        if self.on_step is not None:
+            self.stream.flush()
+            self.on_step()
 
     def label_optimizer(self, optimizer: Optimizer) -> None:
         """Label an optimizer's state. Step counts live on the host unless a kernel reads them."""
@@ -186,7 +192,7 @@ class _Called:
         self._watch = watch
 
     def __call__(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        if self._watch is not None:
+        if self._watch is not None and not torch.compiler.is_compiling():
             self._watch.called(model, args, kwargs)
 
     def __reduce__(self) -> Any:

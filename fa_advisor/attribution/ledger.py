@@ -32,6 +32,23 @@ class Entry(NamedTuple):
     phase: Phase
 
 
+class Claim(NamedTuple):
+    """Storage `sid` lay at `address` when the stream's operator `number` ran."""
+
+    number: int
+    address: int
+    sid: int
+
+
+class Run(NamedTuple):
+    """An operator's run, for what it allocates and never shows."""
+
+    op: Op
+    scope: Scope
+    phase: Phase
+    source: tuple[str, int] | None
+
+
 class Held(NamedTuple):
     """A storage alive at some moment."""
 
@@ -51,6 +68,9 @@ class StepLog:
     peak_at: int = 0  # the peak stands after this many entries
     peak_reserved_bytes: int = 0
     calls: list[Call] = field(default_factory=list)
+    # Where the allocator's trace is recorded: what joins it with the storages (see `join`).
+    claims: list[Claim] = field(default_factory=list)
+    runs: dict[int, Run] = field(default_factory=dict)
 
     def alive_at(self, count: int) -> list[Held]:
         """What is alive after the first `count` entries."""
@@ -74,6 +94,7 @@ class Ledger:
 
     `modelled`: sizes come from a model of the caching allocator (and `workspace_bytes`, what the
     first matrix product of a thread takes for cuBLAS); else each request is only rounded to 512.
+    `closes`: a step ends where the stream says so; else where `take_step` is called.
     """
 
     def __init__(
@@ -82,13 +103,15 @@ class Ledger:
         modelled: bool,
         total_memory_bytes: int | None = None,
         workspace_bytes: int = 0,
+        closes: bool = True,
     ) -> None:
+        self._closes = closes
         self._allocator = CachingAllocator(total_memory_bytes) if modelled else None
         self._workspace_bytes = workspace_bytes
         self._workspaces: set[str] = set()
         self._matcher = AttentionMatcher()
         self._storages: dict[int, Storage] = {}
-        self._hosts: set[int] = set()
+        self._addresses: dict[int, int] = {}  # of storages that no event has made known yet
         self._allocated = 0
         self._next_pseudo_sid = -1
         self._inherits: Storage | None = None
@@ -126,6 +149,7 @@ class Ledger:
                 sid, shape, dtype, nbytes = event[1:]
                 storage = Storage(sid, shape, dtype, nbytes, "", NOWHERE, Phase.FORWARD, None)
                 storage.label = "input"
+                storage.address = self._addresses.pop(sid, 0)
                 self._storages[sid] = storage
                 self._allocate(storage, Phase.FORWARD)
             elif code == Code.RESIZE:
@@ -133,11 +157,22 @@ class Ledger:
             elif code == Code.SDPA:
                 self._matcher.enter_sdpa(*event[1:])
             elif code == Code.STEP:
-                self._close_step()
+                if self._closes:
+                    self._close_step()
             elif code == Code.FORWARD_END:
                 self._keep_kv_cache()
-            if len(self._step.entries) > LOG_LIMIT:
+            elif code == Code.BLOCK:
+                self._locate(*event[1:])
+            if self._closes and len(self._step.entries) > LOG_LIMIT:
                 self._close_step()
+
+    def _locate(self, sid: int, address: int, number: int) -> None:
+        self._step.claims.append(Claim(number, address, sid))
+        known = self._storages.get(sid)
+        if known is not None:
+            known.address = address
+        else:
+            self._addresses[sid] = address
 
     def storage(self, sid: int) -> Storage | None:
         """A storage that is alive now."""
@@ -148,6 +183,19 @@ class Ledger:
         """Close the step; keep it if its peak is the highest so far."""
         self._drain()
         self._close_step()
+
+    @property
+    def entries(self) -> int:
+        """How long the step's log is so far."""
+        return len(self._step.entries)
+
+    def take_step(self) -> StepLog:
+        """Close the step and hand it over, whatever its peak; what is alive stays alive."""
+        self._drain()
+        step = self._step
+        step.calls, self._matcher.calls = self._matcher.calls, []
+        self._begin_step()
+        return step
 
     def _close_step(self) -> None:
         step = self._step
@@ -207,8 +255,11 @@ class Ledger:
         inputs: tuple[tuple[int, Shape], ...],
         outputs: tuple[tuple[int, Shape, str, int], ...],
         extra: object,
+        number: int = 0,
     ) -> None:
         storages = self._storages
+        if number:
+            self._step.runs[number] = Run(op, scope, phase, source)
         if op.kind is Kind.MATMUL and self._workspace_bytes:
             self._take_workspaces(phase, op)
         seen = []
@@ -229,6 +280,7 @@ class Ledger:
             if nbytes >= 0:
                 storage = Storage(sid, shape, dtype, nbytes, op.name, scope, phase, source)
                 storages[sid] = storage
+                storage.address = self._addresses.pop(sid, 0)
                 if op.kind is Kind.COMMUNICATION:
                     storage.label = "communication"
                 self._allocate(storage, phase)

@@ -47,8 +47,11 @@ class Peak:
 
 
 def peak_of(step: StepLog) -> Peak:
-    """The step's peak; sum(categories) is `bytes`, rounding and slack included."""
-    held = tuple(step.alive_at(step.peak_at))
+    """The step's peak; sum(categories) is `bytes`, rounding and slack included.
+
+    What nobody but the allocator knows of is left out.
+    """
+    held = tuple(h for h in step.alive_at(step.peak_at) if not h.storage.unseen)
     sums: Counter[Category] = Counter()
     for storage, block, nbytes in held:
         sums[storage.category()] += nbytes

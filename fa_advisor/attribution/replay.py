@@ -233,9 +233,7 @@ def _segment(
         if address > at:
             blocks.append({"address": at, "size": address - at, "state": "inactive"})
         length = min(length, end - address)
-        blocks.append(
-            {"address": address, "size": length, "requested_size": asked, "state": state}
-        )
+        blocks.append({"address": address, "size": length, "requested_size": asked, "state": state})
         at = address + length
     if at < end:
         blocks.append({"address": at, "size": end - at, "state": "inactive"})

@@ -1,0 +1,156 @@
+"""The ledger of a run on CUDA: the op stream's labels on the allocator's own trace.
+
+The trace is looked at only where a step's peak is the highest so far; after any other step it is
+forgotten, so that a run may be as long as it likes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fa_advisor.attribution.join import Joiner
+from fa_advisor.attribution.ledger import Ledger, StepLog
+from fa_advisor.attribution.replay import Above, Trace, above
+from fa_advisor.probes.allocations import Allocations, obstacle
+from fa_advisor.probes.device import outside_allocator_bytes, used_by_others_bytes
+from fa_advisor.probes.events import Event
+from fa_advisor.probes.lines import LIBRARY
+from fa_advisor.records import AllocatorState, DeviceSpec
+
+# A loop without an optimizer has no steps: the log is cut after so many changes.
+LONGEST_STEP = 200_000
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What CUDA's allocator said of the step; `None` in a model's stead."""
+
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int
+    outside_allocator_bytes: int | None
+    allocator: AllocatorState | None
+
+
+class GpuLedger:
+    """A context manager: inside it the allocator of CUDA device `index` is recorded.
+
+    Give `feed` to a `Watch` as its sink and `stamp` as its stamp. `notes` says what couldn't be
+    had; the report then falls back on what the op stream alone explains.
+    """
+
+    def __init__(self, index: int, device: DeviceSpec) -> None:
+        self._index = index
+        self._ledger = Ledger(modelled=False, closes=False)
+        self._joiner = Joiner(workspace_bytes=workspace_bytes(device), ours=LIBRARY)
+        self._allocations: Allocations | None = None
+        self._peaks = [0, 0]  # allocated and reserved
+        self._above: Above | None = None
+        self.best: StepLog | None = None
+        self.notes: list[str] = []
+
+    def __enter__(self) -> GpuLedger:
+        torch.cuda.init()
+        why_not = obstacle()
+        if why_not is None:
+            self._allocations = Allocations(self._index)
+            self._allocations.start()
+        else:
+            self.notes.append(f"{why_not}: workspaces and rounding are among the unattributed")
+        torch.cuda.reset_peak_memory_stats(self._index)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._allocations is not None:
+            self._allocations.stop()
+
+    @property
+    def stamp(self) -> Callable[[str], None] | None:
+        """What says to the allocator which operator runs; `None` where nothing is recorded."""
+        return self._allocations.stamp if self._allocations is not None else None
+
+    def feed(self, events: list[Event]) -> None:
+        """Take in the stream's events."""
+        self._ledger.feed(events)
+        if self._ledger.entries > LONGEST_STEP:
+            self.end_step()
+
+    # -- steps ------------------------------------------------------------------------------
+
+    def start_measuring(self) -> None:
+        """Forget the steps so far (warm-up); who owns what is alive stays known."""
+        torch.cuda.synchronize(self._index)
+        self._join(self._ledger.take_step())
+        self.best, self._above, self._peaks = None, None, [0, 0]
+        torch.cuda.reset_peak_memory_stats(self._index)
+
+    def end_step(self) -> None:
+        """A step has ended, and every event of it been fed."""
+        before = self._peaks[0]
+        self.bank_peaks()
+        step = self._ledger.take_step()
+        if self.best is not None and self._peaks[0] <= before:
+            if self._allocations is not None:
+                self._allocations.skip()
+            return
+        joined = self._join(step)
+        if self.best is None or joined.peak_bytes > self.best.peak_bytes:
+            self.best = joined
+
+    def bank_peaks(self) -> None:
+        """Keep the allocator's peaks before somebody resets them."""
+        allocated = torch.cuda.max_memory_allocated(self._index)
+        self._peaks[0] = max(self._peaks[0], allocated)
+        self._peaks[1] = max(self._peaks[1], torch.cuda.max_memory_reserved(self._index))
+
+    def _join(self, step: StepLog) -> StepLog:
+        if self._allocations is None:
+            return step
+        cut = self._allocations.cut()
+        trace = _trace(cut)
+        joined, replayed = self._joiner.join(step, trace)
+        if not cut["whole"] or replayed.strays:
+            self.notes.append(
+                "the allocator's trace of the step has gaps: workspaces and rounding are among the"
+                " unattributed"
+            )
+            return step
+        at = joined.peak_at
+        self._above = above(trace, replayed.changes[at - 1].at + 1 if at else 0)
+        return joined
+
+    # -- what was measured ------------------------------------------------------------------
+
+    def measured(self) -> Measured:
+        """The allocator's figures of what `best` is the highest step of."""
+        torch.cuda.synchronize(self._index)
+        self.bank_peaks()
+        outside = outside_allocator_bytes(self._index, torch.cuda.memory_reserved(self._index))
+        state = self._above
+        return Measured(
+            peak_allocated_bytes=self._peaks[0],
+            peak_reserved_bytes=self._peaks[1],
+            outside_allocator_bytes=outside,
+            allocator=None
+            if state is None
+            else AllocatorState(
+                reserved_bytes=state.reserved,
+                cached_bytes=state.cached,
+                fragmented_bytes=state.fragmented,
+                pending_bytes=state.pending,
+                private_pools_bytes=state.private_pools,
+                other_processes_bytes=used_by_others_bytes(self._index),
+            ),
+        )
+
+
+def _trace(cut: dict[str, Any]) -> Trace:
+    return Trace(cut["events"], cut["segments"], cut["settings"], cut["before"] or None)
+
+
+def workspace_bytes(device: DeviceSpec) -> int:
+    """cuBLAS's workspace for a handle and stream, as torch asks for it (CUDABlas' defaults)."""
+    return 32 * 2**20 if device.capability[0] == 9 else 8_519_680
