@@ -12,15 +12,22 @@ from typing import Any
 
 Frames = Sequence[Mapping[str, Any]]
 
-# Torch, what compiles for it, and fa-advisor; `<...>` and `??` are no files.
+# Torch (installed, or built in its source tree), what compiles for it, fa-advisor, and what of
+# Python's own stands between; `<...>` and `??` are no files.
 _LIBRARY = (
-    r"/(?:torch|functorch|torchgen|triton|fa_advisor)/"
+    r"[/\\](?:site|dist)-packages[/\\](?:torch|functorch|torchgen|triton|fa_advisor)[/\\]"
+    r"|/torch/(?:_\w+|nn|autograd|utils|optim|cuda|distributed|amp|fx|func)/"
+    r"|/torch/(?:_tensor|_ops|_compile|functional|overrides|serialization)\.py$"
     r"|/(?:runpy|threading|contextlib|functools|selectors)\.py$|^<|^\?\?$|^$"
 )
 _SYSTEM = r"\.(?:c|cc|cpp|cu|h|hpp|cxx|pyx|so)[.\d]*$|^(?:Python|Objects|Modules)/"
 _INDUCTOR = r"/torchinductor_[^/]*/|/c[a-z2-7]{51}\.py$"
 _NOT_THE_USERS = re.compile(f"{_LIBRARY}|{_SYSTEM}|{_INDUCTOR}")
 _GENERATED = re.compile(_INDUCTOR)
+
+
+# What stands between an operator and whoever called it, whosever it is.
+INTERPOSED = ("__torch_dispatch__", "__torch_function__")
 
 
 def user_line(frames: Frames, ours: tuple[str, ...] = ()) -> tuple[str, int] | None:
@@ -34,6 +41,8 @@ def users(frames: Frames, ours: tuple[str, ...] = ()) -> Iterator[Mapping[str, A
     """The frames that are the user's, innermost first."""
     for frame in frames:
         file = frame["filename"]
+        if frame["name"] in INTERPOSED:
+            continue
         if not (_NOT_THE_USERS.search(file) or (ours and file.startswith(ours))):
             yield frame
 

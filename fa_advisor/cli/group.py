@@ -18,6 +18,10 @@ _COMMANDS = {
     "view": ("fa_advisor.cli.reports", "Open a saved report in the dashboard."),
     "export": ("fa_advisor.cli.reports", "Write a saved report as JSON, CSV, text or HTML."),
     "diff": ("fa_advisor.cli.reports", "Compare two reports, by category and by site."),
+    "postmortem": (
+        "fa_advisor.cli.postmortem",
+        "Explain a torch memory snapshot, such as of an out-of-memory error.",
+    ),
     "budget": ("fa_advisor.cli.budget", "SRAM and register budgets of tiles, on any GPU."),
     "gpus": ("fa_advisor.cli.gpus", "List the GPUs it knows, with their limits."),
 }
