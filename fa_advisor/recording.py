@@ -103,8 +103,11 @@ class Recording:
             raise UsageError("nothing ran while recording", hint="call the model inside the block")
         model = self._model if self._model is not None else self._watch.scopes.first_root()
         parameters = list(model.parameters()) if model is not None else []
-        call = self._watch.first_call
-        batch, length = sizes_of(call)
+        called = self._watch.calls.values()
+        first = next(iter(called), None)
+        call = next((c for c in called if c.model is model), first)
+        args, kwargs = (call.args, call.kwargs) if call is not None else ((), {})
+        batch, length = sizes_of((args, kwargs))
         trained = any(entry.phase is not Phase.FORWARD for entry in step.entries)
         return assemble(
             step=step,
@@ -121,7 +124,7 @@ class Recording:
                 seq_len=length,
                 parameters=sum(p.numel() for p in parameters),
                 trainable_parameters=sum(p.numel() for p in parameters if p.requires_grad),
-                inputs=specs_of(model, *call) if model is not None else (),
+                inputs=specs_of(model, args, kwargs) if model is not None else (),
             ),
             torch_version=torch_version(),
             measured=self._measured,

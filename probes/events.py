@@ -97,6 +97,6 @@ class Code(IntEnum):
 # (RESIZE, sid, nbytes)
 # (LABEL, sid, label, fqn)                 parameter, buffer, gradient, optimizer_state, input, host
 # (SDPA, facts | None, scope, source)      scaled_dot_product_attention was entered | left
-# (STEP,)                                  the user's step ended
+# (STEP, kind, about)                      the user's step ended: train, infer
 # (FORWARD_END,)                           the outermost module returned without a graph
 Event = tuple[Any, ...]

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from fa_advisor.probes.events import Code, Event, Kind, Op, Phase
 from fa_advisor.probes.lines import in_checkpoint, user_line
@@ -27,6 +27,7 @@ from fa_advisor.probes.scopes import Scopes
 BATCH = 128
 
 _CompositeImplicit = torch._C.DispatchKey.CompositeImplicitAutograd
+_PYTHON_KEYS = (torch._C.DispatchKey.Python, torch._C.DispatchKey.PythonTLSSnapshot)
 _current_node: Callable[[], Any] = torch._C._current_autograd_node
 _DTYPES: dict[torch.dtype, str] = {}
 
@@ -90,6 +91,7 @@ class OpStream(TorchDispatchMode):
         self._events: list[Event] = []
         self._plain: dict[type, bool] = {}
         self.phase = Phase.FORWARD
+        self.muted = False
         self.op_count = 0
         self.overrides: dict[Any, Callable[..., Any]] = {}
 
@@ -98,6 +100,8 @@ class OpStream(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if self.muted:
+            return func(*args, **(kwargs or {}))
         known = self._ops.get(id(func))
         op, recorded, composite, _ = known or self._learn(func)
         if types and not self._all_plain(types):
@@ -277,6 +281,35 @@ class OpStream(TorchDispatchMode):
                 return False
         return True
 
+    # -- coming and going, not always as a block does ------------------------------------------
+
+    def begin(self) -> None:
+        """See the operators of this thread from now on."""
+        self.muted = False
+        if self in _get_current_dispatch_mode_stack():
+            self.revive()
+        else:
+            self.__enter__()
+
+    def end(self) -> None:
+        """Leave the thread's stack of modes; where that can't be now, stay on it and see nothing.
+
+        It can't be under another mode, in another thread, in the middle of a backward, and within
+        `torch.inference_mode()`, which puts the dispatch keys back as it found them.
+        """
+        self.flush()
+        stack = _get_current_dispatch_mode_stack()
+        nested = torch.is_inference_mode_enabled() or torch._C._current_graph_task_id() != -1
+        if stack and stack[-1] is self and not nested:
+            self.__exit__(None, None, None)
+        self.muted = True
+
+    def revive(self) -> None:
+        """See on where the end of a `torch.inference_mode()` that it began in has blinded it."""
+        for key in _PYTHON_KEYS:
+            if not torch._C._dispatch_tls_is_dispatch_key_included(key):
+                torch._C._dispatch_tls_set_dispatch_key_included(key, True)
+
     # -- what others tell the stream ----------------------------------------------------------
 
     def emit(self, event: Event) -> None:
@@ -292,6 +325,14 @@ class OpStream(TorchDispatchMode):
             if ref.label != label:
                 ref.label = label
                 self._events.append((Code.LABEL, sid, label, fqn, triangular))
+
+    def labelled(self, tensor: Tensor, label: str) -> bool:
+        """Whether `label` is what a plain tensor's storage is known as already."""
+        try:
+            ref = self._refs.get(tensor.untyped_storage()._cdata)
+        except (NotImplementedError, RuntimeError):
+            return False
+        return ref is not None and ref.label == label
 
     def resized(self, storage: Any) -> None:
         """A storage was resized behind the dispatcher's back."""

@@ -42,7 +42,11 @@ class Held(NamedTuple):
 
 @dataclass
 class StepLog:
-    """One step: what was alive when it began, and every change since."""
+    """One step: what was alive when it began, and every change since.
+
+    `kind`: train or infer, empty where nothing said that it ended. `about`: what whoever said so
+    wants to find again.
+    """
 
     baseline: list[Held]
     start_bytes: int
@@ -51,6 +55,8 @@ class StepLog:
     peak_at: int = 0  # the peak stands after this many entries
     peak_reserved_bytes: int = 0
     calls: list[Call] = field(default_factory=list)
+    kind: str = ""
+    about: object = None
 
     def alive_at(self, count: int) -> list[Held]:
         """What is alive after the first `count` entries."""
@@ -74,6 +80,8 @@ class Ledger:
 
     `modelled`: sizes come from a model of the caching allocator (and `workspace_bytes`, what the
     first matrix product of a thread takes for cuBLAS); else each request is only rounded to 512.
+    `warmup`: a training's first step, in which the optimizer makes its state, counts only where no
+    other comes.
     """
 
     def __init__(
@@ -82,6 +90,7 @@ class Ledger:
         modelled: bool,
         total_memory_bytes: int | None = None,
         workspace_bytes: int = 0,
+        warmup: bool = False,
     ) -> None:
         self._allocator = CachingAllocator(total_memory_bytes) if modelled else None
         self._workspace_bytes = workspace_bytes
@@ -94,7 +103,9 @@ class Ledger:
         self._inherits: Storage | None = None
         self._waiting: list[Event] = []
         self._step = StepLog([], 0)
-        self.best: StepLog | None = None
+        self._warmup = warmup
+        self._trained = 0
+        self._best: dict[str, StepLog] = {}  # by kind
 
     def feed(self, events: list[Event]) -> None:
         """Take in events. The last operator waits: what dies right after it belongs to it."""
@@ -133,7 +144,7 @@ class Ledger:
             elif code == Code.SDPA:
                 self._matcher.enter_sdpa(*event[1:])
             elif code == Code.STEP:
-                self._close_step()
+                self._close_step(event[1], event[2])
             elif code == Code.FORWARD_END:
                 self._keep_kv_cache()
             if len(self._step.entries) > LOG_LIMIT:
@@ -144,22 +155,32 @@ class Ledger:
         self._drain()
         return self._storages.get(sid)
 
-    def end_step(self) -> None:
+    @property
+    def best(self) -> StepLog | None:
+        """The step with the highest peak so far; of equals the one that ended first."""
+        return max(self._best.values(), key=lambda step: step.peak_bytes, default=None)
+
+    def end_step(self, kind: str = "", about: object = None) -> None:
         """Close the step; keep it if its peak is the highest so far."""
         self._drain()
-        self._close_step()
+        self._close_step(kind, about)
 
-    def _close_step(self) -> None:
+    def _close_step(self, kind: str = "", about: object = None) -> None:
         step = self._step
+        step.kind, step.about = kind, about
         step.calls, self._matcher.calls = self._matcher.calls, []
-        if self.best is None or (step.entries and step.peak_bytes > self.best.peak_bytes):
-            self.best = step
+        self._trained += kind == "train"
+        best = self._best.get(kind)
+        steady = self._warmup and kind == "train" and self._trained == 2
+        higher = best is None or step.peak_bytes > best.peak_bytes or steady
+        if not self._best or (step.entries and higher):
+            self._best[kind] = step
         self._begin_step()
 
     def start_measuring(self) -> None:
         """Forget the steps so far (warm-up); what is alive stays alive."""
         self._drain()
-        self.best = None
+        self._best.clear()
         self._matcher.calls = []
         self._begin_step()
 
@@ -254,6 +275,8 @@ class Ledger:
             storage.label = "optimizer_state"
             self._release(storage)
             return
+        if label == "input" and storage.scope.type:
+            return  # one module made it for another
         # A tied or re-labelled storage keeps its strongest claim: parameters stay parameters.
         if storage.label is None or storage.label == "input":
             storage.label = label  # type: ignore[assignment]
