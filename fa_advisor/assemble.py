@@ -15,6 +15,7 @@ from fa_advisor.records import (
     AttentionSite,
     DeviceSpec,
     Memory,
+    PatchOutcome,
     TargetSpec,
     TileBudget,
 )
@@ -44,6 +45,7 @@ def assemble(
     measured: Measured | None = None,
     max_positions: int | None = None,
     notes: tuple[str, ...] = (),
+    patch: PatchOutcome | None = None,
 ) -> Report:
     """The whole report. `types`: every module's class by its fully qualified name."""
     peak = peaks.peak_of(step)
@@ -88,6 +90,7 @@ def assemble(
         sites=sites,
         budgets=budgets,
         advice=advise(facts, eligibility.best),
+        patch=patch,
         ledger=peaks.rows(peak.held),
         notes=notes,
     )

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fa_advisor.assemble import Measured, assemble
-from fa_advisor.attribution.ledger import Ledger
+from fa_advisor.attribution.ledger import Ledger, cublas_workspace_bytes
 from fa_advisor.errors import TargetError
 from fa_advisor.placement import Placement, dtype_of, sizes_of, specs_of
 from fa_advisor.probes.device import outside_allocator_bytes
@@ -50,7 +50,7 @@ class Run:
         ledger = Ledger(
             modelled=not on_cuda,
             total_memory_bytes=self.device.total_memory_bytes,
-            workspace_bytes=0 if on_cuda else _workspace_bytes(self.device),
+            workspace_bytes=0 if on_cuda else cublas_workspace_bytes(self.device),
         )
         watch = Watch(
             self._reporting(ledger.feed),
@@ -166,8 +166,3 @@ class Run:
 
         self._stage_name = ""
         return feed
-
-
-def _workspace_bytes(device: DeviceSpec) -> int:
-    """cuBLAS's workspace for a handle and stream, as torch asks for it (CUDABlas' defaults)."""
-    return 32 * 2**20 if device.capability[0] == 9 else 8_519_680

@@ -234,7 +234,7 @@ class OpStream(TorchDispatchMode):
         return False
 
     def _number(self, storage: Any, nbytes: int) -> _Ref:
-        ref = _Ref(storage, self._died)
+        ref = _Ref(storage, self.died)
         ref.sid = self._next_sid
         ref.key = storage._cdata
         ref.nbytes = nbytes
@@ -243,7 +243,8 @@ class OpStream(TorchDispatchMode):
         self._refs[ref.key] = ref
         return ref
 
-    def _died(self, ref: Any) -> None:
+    def died(self, ref: Any) -> None:
+        """The storage that a `_Ref` is of is gone."""
         known: Any = self._refs.get(ref.key)
         if known is ref:
             del self._refs[ref.key]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -34,6 +35,8 @@ class Scopes:
     def __init__(self) -> None:
         self.current = NOWHERE
         self.depth = 0
+        self.calls_elsewhere = 0  # of modules, in threads that aren't followed
+        self._thread = 0
         self.types: dict[str, str] = {}
         self.root_of: Callable[[nn.Module], nn.Module] = lambda module: module
         self.on_enter: Callable[[nn.Module, Any], None] | None = None
@@ -93,9 +96,10 @@ class Scopes:
         return next(iter(self.roots()), None)
 
     def install(self) -> None:
-        """Watch every module call of the process until `remove`."""
+        """Watch every module call of this thread until `remove`."""
+        self._thread = get_ident()
         self._handles = [
-            nn_module.register_module_forward_pre_hook(self._enter),
+            nn_module.register_module_forward_pre_hook(self.enter),
             nn_module.register_module_forward_hook(self._leave, always_call=True),
         ]
 
@@ -119,7 +123,10 @@ class Scopes:
         at = bisect_right(self._numbers, node._sequence_nr()) - 1
         return self._boundary_scopes[at] if at >= 0 else NOWHERE
 
-    def _enter(self, module: nn.Module, args: Any) -> None:
+    def enter(self, module: nn.Module, args: Any) -> None:
+        """A module's forward begins."""
+        if self._elsewhere():
+            return
         scope = self._known.get(id(module))
         if scope is None:
             scope = self._name(module)
@@ -129,6 +136,13 @@ class Scopes:
         self.current = scope
         self.depth += 1
         self._mark(scope)
+
+    def _elsewhere(self) -> bool:
+        """Whether a thread that isn't followed asks; autograd's are, for checkpoints' sake."""
+        if get_ident() == self._thread or torch._C._current_graph_task_id() != -1:
+            return False
+        self.calls_elsewhere += 1
+        return True
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         if not any(entry[0] == id(module) for entry in self._stack):

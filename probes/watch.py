@@ -6,12 +6,15 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from types import FrameType
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention import flex_attention as flex
+from torch.nn.modules import module as nn_module
 from torch.nn.modules import transformer
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
@@ -58,26 +61,52 @@ class Watch:
             execute=fake.execute if fake else None,
         )
         self.stream.overrides[torch.ops.aten.scaled_dot_product_attention.default] = dispatch.sdpa
-        self._stack = ExitStack()
+        self._hooked = ExitStack()
+        self._watching = ExitStack()
         self._seen_parameters: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._hooks: list[Any] = []
+        self._step_handles: list[Any] = []
         self._cycle = Cycle()
+        self._optimizers: WeakSet[Any] = WeakSet()
+        self.paused = True
+        self.trained = False  # a gradient has come, or an optimizer stepped
         self.calls: dict[int, Call] = {}  # the first of each outermost model, by the model's id
+        self.on_enter: Callable[[nn.Module], object] | None = None
+        self.on_leave: Callable[[nn.Module], object] | None = None
         self.on_step: Callable[[], object] = lambda: self.end_step("train")
 
     def __enter__(self) -> Watch:
-        """Again after an end, too: the models that it knows are followed on."""
-        stack = self._stack = ExitStack()
+        stack = self._hooked
         try:
             self.scopes.on_enter = self._forward_begins
             self.scopes.on_leave = self._forward_ends
             self.scopes.install()
             stack.callback(self.scopes.remove)
-            for handle in (
+            self._step_handles = [
                 register_optimizer_step_pre_hook(self._step_begins),
                 register_optimizer_step_post_hook(self._step_ends),
-            ):
+            ]
+            for handle in self._step_handles:
                 stack.callback(handle.remove)
+            self.resume()
+        except BaseException:
+            stack.close()
+            raise
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.pause()
+        self._hooked.close()
+
+    def pause(self) -> None:
+        """See modules and optimizer steps begin and end, and nothing else."""
+        self.paused = True
+        self._watching.close()
+
+    def resume(self) -> None:
+        """See everything again, and what the known models hold now."""
+        stack = self._watching
+        try:
             stack.callback(self._remove_hooks)
             stack.enter_context(dispatch.observed_by(self))
             stack.enter_context(_observed_resizes(self.stream))
@@ -91,10 +120,7 @@ class Watch:
         except BaseException:
             stack.close()
             raise
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._stack.close()
+        self.paused = False
 
     # -- models, inputs, optimizers ------------------------------------------------------------
 
@@ -120,6 +146,21 @@ class Watch:
             self.stream.label(parameter, "parameter", fqn)
             if parameter.grad is not None:
                 self.stream.label(parameter.grad, "gradient", fqn)
+        for optimizer in self.optimizers():
+            self.label_optimizer(optimizer)
+
+    def optimizers(self) -> list[Optimizer]:
+        """Those that have stepped and live."""
+        return list(self._optimizers)
+
+    def abandon(self) -> None:
+        """See nothing more, and touch no lock on the way: for the child of a fork."""
+        self.paused = True
+        self.scopes.remove()
+        for handle in self._step_handles:
+            handle.remove()
+        self.stream.end()
+        dispatch.forget(self)
 
     def add_inputs(self, values: Any) -> None:
         """Label the tensors of a model's inputs; what a graph made is no input."""
@@ -139,7 +180,8 @@ class Watch:
         if parameter.requires_grad and parameter.is_leaf:
 
             def gradient_is_there(leaf: Tensor) -> None:
-                if leaf.grad is not None:
+                self.trained = True
+                if leaf.grad is not None and not self.paused:
                     self.stream.label(leaf.grad, "gradient", fqn)
 
             self._hooks.append(parameter.register_post_accumulate_grad_hook(gradient_is_there))
@@ -157,13 +199,17 @@ class Watch:
     # -- what happens --------------------------------------------------------------------------
 
     def _forward_begins(self, model: nn.Module, args: Any) -> None:
+        if self.on_enter is not None:
+            self.on_enter(model)
+        if self.paused:
+            return
+        self.stream.revive()
         if self.stream.phase is Phase.OPTIMIZER:  # the closure of an LBFGS
             self.stream.phase = Phase.FORWARD
-        # A global hook isn't given the keywords; torch's frame that calls it has them.
-        kwargs = sys._getframe(2).f_locals.get("kwargs") or {}
         parameters = list(model.parameters())
         if any(parameter not in self._seen_parameters for parameter in parameters):
             self.add_model(self.scopes.root_of(model))
+        kwargs = keywords()
         if parameters:
             call = self.calls.get(id(model))
             if call is None or call.model is not model:
@@ -173,19 +219,24 @@ class Watch:
         self.add_inputs(kwargs)
 
     def _forward_ends(self, model: nn.Module) -> None:
-        call = self.calls.get(id(model))
-        if call is not None:
-            call.times += 1
-            call.operators += self.stream.op_count - call.begins_at
-        if not torch.is_grad_enabled():
-            self.stream.emit((Code.FORWARD_END,))
+        if not self.paused:
+            call = self.calls.get(id(model))
+            if call is not None:
+                call.operators += self.stream.op_count - call.begins_at
+            if not torch.is_grad_enabled():
+                self.stream.emit((Code.FORWARD_END,))
+        if self.on_leave is not None:
+            self.on_leave(model)
 
     def _step_begins(self, optimizer: Optimizer, *_: Any) -> None:
+        self.trained = True
+        self._optimizers.add(optimizer)
         self._cycle.begins(optimizer)
         self.stream.phase = Phase.OPTIMIZER
 
     def _step_ends(self, optimizer: Optimizer, *_: Any) -> None:
-        self.label_optimizer(optimizer)
+        if not self.paused:
+            self.label_optimizer(optimizer)
         self.stream.phase = Phase.FORWARD
         if self._cycle.ends_with(optimizer):
             self.on_step()
@@ -232,13 +283,12 @@ class Cycle:
 
 
 class Call:
-    """A model's first call, and how often it was called and how many operators ran in it.
+    """A model's first call, and how many operators ran in all of them.
 
     `args` and `kwargs` have shapes and dtypes but no memory.
     """
 
     def __init__(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        self.times = 0
         self.operators = 0
         self.begins_at = 0
         self._model = weakref.ref(model)
@@ -249,6 +299,18 @@ class Call:
     def model(self) -> nn.Module | None:
         """What was called, while it lives."""
         return self._model()
+
+
+def keywords() -> dict[str, Any]:
+    """The keyword arguments of the module call whose global pre-hook asks: a hook on all modules
+    isn't given them, but torch's frame that runs it has them."""
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(8):
+        if frame is None or frame.f_code.co_filename == nn_module.__file__:
+            break
+        frame = frame.f_back
+    found = frame.f_locals.get("kwargs") if frame is not None else None
+    return found if isinstance(found, dict) else {}
 
 
 def outline(value: Any) -> Any:

@@ -12,13 +12,19 @@ from fa_advisor.attribution.allocator import CachingAllocator, rounded
 from fa_advisor.attribution.attention import AttentionMatcher
 from fa_advisor.attribution.storage import Call, Origin, Shape, Storage
 from fa_advisor.probes.events import Code, Event, Kind, Op, Phase, Scope
-from fa_advisor.records import Category
+from fa_advisor.records import Category, DeviceSpec
 
 # A stream without step boundaries (inference in a loop) is cut after this many entries.
 LOG_LIMIT = 400_000
 
 # Seen on an H200 with torch 2.11: the first addmm takes this much beside cuBLAS's workspace.
 CUBLASLT_WORKSPACE = 1 << 20
+
+
+def cublas_workspace_bytes(device: DeviceSpec) -> int:
+    """cuBLAS's workspace for a handle and stream, as torch asks for it (CUDABlas' defaults)."""
+    return 32 * 2**20 if device.capability[0] == 9 else 8_519_680
+
 
 NOWHERE = Scope("", "", 0)
 
@@ -175,6 +181,12 @@ class Ledger:
         higher = best is None or step.peak_bytes > best.peak_bytes or steady
         if not self._best or (step.entries and higher):
             self._best[kind] = step
+        self._begin_step()
+
+    def begin_step(self) -> None:
+        """Forget what was seen since the last step ended; what is alive stays alive."""
+        self._drain()
+        self._matcher.calls = []
         self._begin_step()
 
     def start_measuring(self) -> None:
