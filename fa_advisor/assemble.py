@@ -14,6 +14,7 @@ from fa_advisor.records import (
     AttentionSite,
     DeviceSpec,
     Memory,
+    PatchOutcome,
     TargetSpec,
     TileBudget,
 )
@@ -34,6 +35,7 @@ def assemble(
     measured: Measured | None = None,
     max_positions: int | None = None,
     notes: tuple[str, ...] = (),
+    patch: PatchOutcome | None = None,
 ) -> Report:
     """The whole report. `types`: every module's class by its fully qualified name."""
     peak = peaks.peak_of(step)
@@ -78,6 +80,7 @@ def assemble(
         sites=sites,
         budgets=budgets,
         advice=advise(facts, eligibility.best),
+        patch=patch,
         ledger=peaks.rows(peak.held),
         notes=notes,
     )

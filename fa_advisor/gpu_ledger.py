@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from fa_advisor.attribution.join import Joiner
-from fa_advisor.attribution.ledger import Ledger, StepLog
-from fa_advisor.attribution.replay import Above, Trace, above
+from fa_advisor.attribution.ledger import Kept, Ledger, StepLog, cublas_workspace_bytes
+from fa_advisor.attribution.replay import Trace, above
 from fa_advisor.probes.allocations import Allocations, obstacle
 from fa_advisor.probes.device import outside_allocator_bytes, used_by_others_bytes
 from fa_advisor.probes.events import Event
@@ -42,14 +41,13 @@ class GpuLedger:
     had; the report then falls back on what the op stream alone explains.
     """
 
-    def __init__(self, index: int, device: DeviceSpec) -> None:
+    def __init__(self, index: int, device: DeviceSpec, *, warmup: bool = False) -> None:
         self._index = index
         self._ledger = Ledger(modelled=False, closes=False)
-        self._joiner = Joiner(workspace_bytes=workspace_bytes(device), ours=LIBRARY)
+        self._joiner = Joiner(workspace_bytes=cublas_workspace_bytes(device), ours=LIBRARY)
         self._allocations: Allocations | None = None
+        self._kept = Kept(warmup=warmup)
         self._peaks = [0, 0]  # allocated and reserved
-        self._above: Above | None = None
-        self.best: StepLog | None = None
         self.notes: list[str] = []
 
     def __enter__(self) -> GpuLedger:
@@ -78,27 +76,48 @@ class GpuLedger:
         if self._ledger.entries > LONGEST_STEP:
             self.end_step()
 
+    def pause(self) -> None:
+        """Record nothing, until `resume`: what happens in between is not looked at."""
+        if self._allocations is not None:
+            self._allocations.stop()
+
+    def resume(self) -> None:
+        """Record on; say `begin_step` once the stream has been told what is alive now."""
+        if self._allocations is not None:
+            self._allocations.start()
+
     # -- steps ------------------------------------------------------------------------------
+
+    @property
+    def best(self) -> StepLog | None:
+        """The step with the highest peak so far."""
+        return self._kept.best
 
     def start_measuring(self) -> None:
         """Forget the steps so far (warm-up); who owns what is alive stays known."""
         torch.cuda.synchronize(self._index)
         self._join(self._ledger.take_step())
-        self.best, self._above, self._peaks = None, None, [0, 0]
+        self._kept.forget()
+        self._peaks = [0, 0]
         torch.cuda.reset_peak_memory_stats(self._index)
 
-    def end_step(self) -> None:
-        """A step has ended, and every event of it been fed."""
+    def begin_step(self) -> None:
+        """Forget what was seen since the last step ended; who owns what is alive stays known."""
+        self._join(self._ledger.take_step())
+
+    def end_step(self, kind: str = "", about: object = None) -> None:
+        """A step has ended, and every event of it been fed: `kind` and `about` are its log's."""
         before = self._peaks[0]
         self.bank_peaks()
         step = self._ledger.take_step()
-        if self.best is not None and self._peaks[0] <= before:
+        if self._peaks[0] <= before and not self._kept.is_due(kind):
+            self._kept.pass_over(kind)
             if self._allocations is not None:
                 self._allocations.skip()
             return
-        joined = self._join(step)
-        if self.best is None or joined.peak_bytes > self.best.peak_bytes:
-            self.best = joined
+        step = self._join(step)
+        step.kind, step.about = kind, about
+        self._kept.offer(step)
 
     def bank_peaks(self) -> None:
         """Keep the allocator's peaks before somebody resets them."""
@@ -110,28 +129,29 @@ class GpuLedger:
         if self._allocations is None:
             return step
         cut = self._allocations.cut()
-        trace = _trace(cut)
+        trace = Trace(cut["events"], cut["segments"], cut["settings"], cut["before"] or None)
         joined, replayed = self._joiner.join(step, trace)
         if not cut["whole"] or replayed.strays:
-            self.notes.append(
-                "the allocator's trace of the step has gaps: workspaces and rounding are among the"
-                " unattributed"
+            note = (
+                "the allocator's trace has gaps: workspaces and rounding are among the unattributed"
             )
+            self.notes += [note] if note not in self.notes else []
             return step
         at = joined.peak_at
-        self._above = above(trace, replayed.changes[at - 1].at + 1 if at else 0)
+        joined.above = above(trace, replayed.changes[at - 1].at + 1 if at else 0)
         return joined
 
     # -- what was measured ------------------------------------------------------------------
 
     def measured(self) -> Measured:
-        """The allocator's figures of what `best` is the highest step of."""
+        """The allocator's figures of the step with the highest peak."""
         torch.cuda.synchronize(self._index)
         self.bank_peaks()
+        best = self.best
+        state = best.above if best is not None else None
         outside = outside_allocator_bytes(self._index, torch.cuda.memory_reserved(self._index))
-        state = self._above
         return Measured(
-            peak_allocated_bytes=self._peaks[0],
+            peak_allocated_bytes=self._peaks[0] if state is None else state.allocated,
             peak_reserved_bytes=self._peaks[1],
             outside_allocator_bytes=outside,
             allocator=None
@@ -145,12 +165,3 @@ class GpuLedger:
                 other_processes_bytes=used_by_others_bytes(self._index),
             ),
         )
-
-
-def _trace(cut: dict[str, Any]) -> Trace:
-    return Trace(cut["events"], cut["segments"], cut["settings"], cut["before"] or None)
-
-
-def workspace_bytes(device: DeviceSpec) -> int:
-    """cuBLAS's workspace for a handle and stream, as torch asks for it (CUDABlas' defaults)."""
-    return 32 * 2**20 if device.capability[0] == 9 else 8_519_680

@@ -10,9 +10,9 @@ from typing import Any
 from torch import nn
 
 from fa_advisor.assemble import assemble
-from fa_advisor.attribution.ledger import Ledger
+from fa_advisor.attribution.ledger import Ledger, cublas_workspace_bytes
 from fa_advisor.errors import TargetError
-from fa_advisor.gpu_ledger import GpuLedger, workspace_bytes
+from fa_advisor.gpu_ledger import GpuLedger
 from fa_advisor.placement import Placement, dtype_of, sizes_of, specs_of
 from fa_advisor.probes.events import Event
 from fa_advisor.probes.fake import FakeDevice
@@ -50,7 +50,7 @@ class Run:
         ledger = Ledger(
             modelled=True,
             total_memory_bytes=self.device.total_memory_bytes,
-            workspace_bytes=workspace_bytes(self.device),
+            workspace_bytes=cublas_workspace_bytes(self.device),
         )
         watch = Watch(
             self._reporting(gpu.feed if gpu else ledger.feed),

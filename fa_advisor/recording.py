@@ -17,8 +17,8 @@ from fa_advisor.placement import dtype_of, sizes_of, specs_of
 from fa_advisor.probes.device import advise_for
 from fa_advisor.probes.events import Phase
 from fa_advisor.probes.opstream import torch_version
-from fa_advisor.probes.watch import Watch
-from fa_advisor.records import TargetSpec
+from fa_advisor.probes.watch import Call, Watch
+from fa_advisor.records import Mode, TargetSpec
 from fa_advisor.report import Report
 
 _active: list[Recording] = []
@@ -72,7 +72,7 @@ class Recording:
             )
             stack.enter_context(watch)
             if self._gpu is not None:
-                watch.on_step = self._gpu.end_step
+                watch.on_end = self._gpu.end_step
             if self._model is not None:
                 watch.add_model(self._model)
             if self._optimizer is not None:
@@ -107,27 +107,14 @@ class Recording:
         if step is None or not watch.stream.op_count:
             raise UsageError("nothing ran while recording", hint="call the model inside the block")
         model = self._model if self._model is not None else watch.scopes.first_root()
-        parameters = list(model.parameters()) if model is not None else []
-        call = watch.first_call
-        batch, length = sizes_of(call)
+        called = watch.calls.values()
+        call = next((c for c in called if c.model is model), next(iter(called), None))
         trained = any(entry.phase is not Phase.FORWARD for entry in step.entries)
         return assemble(
             step=step,
             types=watch.scopes.types,
             device=self._device,
-            target=TargetSpec(
-                path=None,
-                name=type(model).__name__ if model is not None else "",
-                mode="train" if trained else "infer",
-                dtype=str(dtype_of(model) if model is not None else torch.float32).removeprefix(
-                    "torch."
-                ),
-                batch_size=batch,
-                seq_len=length,
-                parameters=sum(p.numel() for p in parameters),
-                trainable_parameters=sum(p.numel() for p in parameters if p.requires_grad),
-                inputs=specs_of(model, *call) if model is not None else (),
-            ),
+            target=target_of(model, call, "train" if trained else "infer"),
             torch_version=torch_version(),
             measured=self._measured,
             notes=(*self._notes, *(self._gpu.notes if self._gpu is not None else ())),
@@ -153,6 +140,28 @@ def record(
             hint="leave it out to follow several: each is found when it steps",
         )
     return Recording(model, optimizer, gpu)
+
+
+def target_of(
+    model: nn.Module | None, call: Call | None, mode: Mode, path: str | None = None
+) -> TargetSpec:
+    """What ran in a step: the model, and how it was called."""
+    parameters = list(model.parameters()) if model is not None else []
+    args, kwargs = (call.args, call.kwargs) if call is not None else ((), {})
+    called = call.model if call is not None and call.model is not None else model
+    batch, length = sizes_of((args, kwargs))
+    dtype = dtype_of(model) if model is not None else torch.float32
+    return TargetSpec(
+        path=path,
+        name=type(model).__name__ if model is not None else "",
+        mode=mode,
+        dtype=str(dtype).removeprefix("torch."),
+        batch_size=batch,
+        seq_len=length,
+        parameters=sum(p.numel() for p in parameters),
+        trainable_parameters=sum(p.numel() for p in parameters if p.requires_grad),
+        inputs=specs_of(called, args, kwargs) if called is not None else (),
+    )
 
 
 def _cuda_index(model: nn.Module | None) -> int | None:

@@ -118,12 +118,17 @@ class TargetSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimelinePoint:
-    """Memory in use after the `t`-th allocation or free of the measured step."""
+    """Memory in use after the `t`-th allocation or free of the measured step.
+
+    `module` made the latest allocation. sum(categories) is `allocated_bytes`.
+    """
 
     t: int
     phase: Phase
     allocated_bytes: int
     attention_bytes: int
+    module: str = ""
+    categories: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

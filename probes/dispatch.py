@@ -45,10 +45,16 @@ def observed_by(watch: Watch) -> Iterator[None]:
     try:
         yield
     finally:
-        _watches.remove(watch)
-        if not _watches:
+        forget(watch)
+        if not _watches and _library is not None:
             _library._destroy()
             _library = None
+
+
+def forget(watch: Watch) -> None:
+    """Tell a watch nothing more, and leave the overrides where they are."""
+    if watch in _watches:
+        _watches.remove(watch)
 
 
 def sdpa(

@@ -99,7 +99,7 @@ class Code(IntEnum):
 # (RESIZE, sid, nbytes)
 # (LABEL, sid, label, fqn)                 parameter, buffer, gradient, optimizer_state, input, host
 # (SDPA, facts | None, scope, source)      scaled_dot_product_attention was entered | left
-# (STEP,)                                  the user's step ended
+# (STEP, kind, about)                      the user's step ended: train, infer
 # (BLOCK, sid, address, number)            where the storage lies, when that operator ran; comes
 #                                          before the event that makes the storage known
 # (FORWARD_END,)                           the outermost module returned without a graph

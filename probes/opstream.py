@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from fa_advisor.probes.events import Code, Event, Kind, Op, Phase
 from fa_advisor.probes.lines import in_checkpoint, user_line
@@ -28,6 +28,7 @@ from fa_advisor.probes.sums import operand_to_add_into
 BATCH = 128
 
 _CompositeImplicit = torch._C.DispatchKey.CompositeImplicitAutograd
+_PYTHON_KEYS = (torch._C.DispatchKey.Python, torch._C.DispatchKey.PythonTLSSnapshot)
 _current_node: Callable[[], Any] = torch._C._current_autograd_node
 _DTYPES: dict[torch.dtype, str] = {}
 
@@ -96,6 +97,7 @@ class OpStream(TorchDispatchMode):
         self._events: list[Event] = []
         self._plain: dict[type, bool] = {}
         self.phase = Phase.FORWARD
+        self.muted = False
         self.op_count = 0
         self.overrides: dict[Any, Callable[..., Any]] = {}
 
@@ -104,6 +106,8 @@ class OpStream(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if self.muted:
+            return func(*args, **(kwargs or {}))
         known = self._ops.get(id(func))
         op, recorded, composite, _ = known or self._learn(func)
         if types and not self._all_plain(types):
@@ -272,7 +276,7 @@ class OpStream(TorchDispatchMode):
         return False
 
     def _number(self, storage: Any, nbytes: int) -> _Ref:
-        ref = _Ref(storage, self._died)
+        ref = _Ref(storage, self.died)
         ref.sid = self._next_sid
         ref.key = storage._cdata
         ref.nbytes = nbytes
@@ -286,7 +290,8 @@ class OpStream(TorchDispatchMode):
         if self._stamp is not None and storage.device.type == self._device_type:
             self._events.append((Code.BLOCK, sid, storage.data_ptr(), self.number))
 
-    def _died(self, ref: Any) -> None:
+    def died(self, ref: Any) -> None:
+        """The storage that a `_Ref` is of is gone."""
         known: Any = self._refs.get(ref.key)
         if known is ref:
             del self._refs[ref.key]
@@ -329,6 +334,35 @@ class OpStream(TorchDispatchMode):
         sees what is inside. Elsewhere torch runs it uncompiled, so that the mode sees."""
         return self._stamp is not None
 
+    # -- coming and going, not always as a block does ------------------------------------------
+
+    def begin(self) -> None:
+        """See the operators of this thread from now on."""
+        self.muted = False
+        if self in _get_current_dispatch_mode_stack():
+            self.revive()
+        else:
+            self.__enter__()  # type: ignore[no-untyped-call]
+
+    def end(self) -> None:
+        """Leave the thread's stack of modes; where that can't be now, stay on it and see nothing.
+
+        It can't be under another mode, in another thread, in the middle of a backward, and within
+        `torch.inference_mode()`, which puts the dispatch keys back as it found them.
+        """
+        self.flush()
+        stack = _get_current_dispatch_mode_stack()
+        nested = torch.is_inference_mode_enabled() or torch._C._current_graph_task_id() != -1
+        if stack and stack[-1] is self and not nested:
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        self.muted = True
+
+    def revive(self) -> None:
+        """See on where the end of a `torch.inference_mode()` that it began in has blinded it."""
+        for key in _PYTHON_KEYS:
+            if not torch._C._dispatch_tls_is_dispatch_key_included(key):
+                torch._C._dispatch_tls_set_dispatch_key_included(key, True)
+
     # -- what others tell the stream ----------------------------------------------------------
 
     def emit(self, event: Event) -> None:
@@ -344,6 +378,14 @@ class OpStream(TorchDispatchMode):
             if ref.label != label:
                 ref.label = label
                 self._events.append((Code.LABEL, sid, label, fqn, triangular))
+
+    def labelled(self, tensor: Tensor, label: str) -> bool:
+        """Whether `label` is what a plain tensor's storage is known as already."""
+        try:
+            ref = self._refs.get(tensor.untyped_storage()._cdata)
+        except (NotImplementedError, RuntimeError):
+            return False
+        return ref is not None and ref.label == label
 
     def resized(self, storage: Any) -> None:
         """A storage was resized behind the dispatcher's back."""
