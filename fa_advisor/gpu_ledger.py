@@ -6,11 +6,13 @@ forgotten, so that a run may be as long as it likes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from fa_advisor.attribution.failure import Fallen, fallen, last_failure
 from fa_advisor.attribution.join import Joiner
 from fa_advisor.attribution.ledger import Kept, Ledger, StepLog, cublas_workspace_bytes
 from fa_advisor.attribution.replay import Trace, above
@@ -42,23 +44,24 @@ class GpuLedger:
     """
 
     def __init__(self, index: int, device: DeviceSpec, *, warmup: bool = False) -> None:
-        self._index = index
+        self.index = index
         self._ledger = Ledger(modelled=False, closes=False)
         self._joiner = Joiner(workspace_bytes=cublas_workspace_bytes(device), ours=LIBRARY)
         self._allocations: Allocations | None = None
         self._kept = Kept(warmup=warmup)
         self._peaks = [0, 0]  # allocated and reserved
         self.notes: list[str] = []
+        self.settings: Mapping[str, Any] = {}  # the allocator's, once a step has fallen
 
     def __enter__(self) -> GpuLedger:
         torch.cuda.init()
         why_not = obstacle()
         if why_not is None:
-            self._allocations = Allocations(self._index)
+            self._allocations = Allocations(self.index)
             self._allocations.start()
         else:
             self.notes.append(f"{why_not}: workspaces and rounding are among the unattributed")
-        torch.cuda.reset_peak_memory_stats(self._index)
+        torch.cuda.reset_peak_memory_stats(self.index)
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -95,11 +98,11 @@ class GpuLedger:
 
     def start_measuring(self) -> None:
         """Forget the steps so far (warm-up); who owns what is alive stays known."""
-        torch.cuda.synchronize(self._index)
+        torch.cuda.synchronize(self.index)
         self._join(self._ledger.take_step())
         self._kept.forget()
         self._peaks = [0, 0]
-        torch.cuda.reset_peak_memory_stats(self._index)
+        torch.cuda.reset_peak_memory_stats(self.index)
 
     def begin_step(self) -> None:
         """Forget what was seen since the last step ended; who owns what is alive stays known."""
@@ -119,17 +122,37 @@ class GpuLedger:
         step.kind, step.about = kind, about
         self._kept.offer(step)
 
+    def fall(self, sids: tuple[int, ...]) -> Fallen | None:
+        """The step that has just run out of memory, up to then; `None` where the trace doesn't
+        tell. `sids`: the storages that the operator was about to make (`OpStream.failed`)."""
+        if self._allocations is None:
+            return None
+        seen = self._ledger.take_step()
+        trace = _trace(self._allocations.cut())
+        at = last_failure(trace)
+        if at is None:
+            return None
+        joined, replayed = self._joiner.join(seen, trace)
+        if replayed.strays:
+            return None
+        self.settings = trace.settings
+        found = fallen(joined, seen, replayed, trace, at, sids)
+        self._kept.forget()
+        self._kept.offer(found.step)
+        self._peaks[1] = max(self._peaks[1], found.state.reserved)
+        return found
+
     def bank_peaks(self) -> None:
         """Keep the allocator's peaks before somebody resets them."""
-        allocated = torch.cuda.max_memory_allocated(self._index)
+        allocated = torch.cuda.max_memory_allocated(self.index)
         self._peaks[0] = max(self._peaks[0], allocated)
-        self._peaks[1] = max(self._peaks[1], torch.cuda.max_memory_reserved(self._index))
+        self._peaks[1] = max(self._peaks[1], torch.cuda.max_memory_reserved(self.index))
 
     def _join(self, step: StepLog) -> StepLog:
         if self._allocations is None:
             return step
         cut = self._allocations.cut()
-        trace = Trace(cut["events"], cut["segments"], cut["settings"], cut["before"] or None)
+        trace = _trace(cut)
         joined, replayed = self._joiner.join(step, trace)
         if not cut["whole"] or replayed.strays:
             note = (
@@ -145,11 +168,11 @@ class GpuLedger:
 
     def measured(self) -> Measured:
         """The allocator's figures of the step with the highest peak."""
-        torch.cuda.synchronize(self._index)
+        torch.cuda.synchronize(self.index)
         self.bank_peaks()
         best = self.best
         state = best.above if best is not None else None
-        outside = outside_allocator_bytes(self._index, torch.cuda.memory_reserved(self._index))
+        outside = outside_allocator_bytes(self.index, torch.cuda.memory_reserved(self.index))
         return Measured(
             peak_allocated_bytes=self._peaks[0] if state is None else state.allocated,
             peak_reserved_bytes=self._peaks[1],
@@ -162,6 +185,10 @@ class GpuLedger:
                 fragmented_bytes=state.fragmented,
                 pending_bytes=state.pending,
                 private_pools_bytes=state.private_pools,
-                other_processes_bytes=used_by_others_bytes(self._index),
+                other_processes_bytes=used_by_others_bytes(self.index),
             ),
         )
+
+
+def _trace(cut: dict[str, Any]) -> Trace:
+    return Trace(cut["events"], cut["segments"], cut["settings"], cut["before"] or None)

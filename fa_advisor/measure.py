@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
 from fa_advisor.assemble import assemble
 from fa_advisor.attribution.ledger import Ledger, cublas_workspace_bytes
 from fa_advisor.errors import TargetError
+from fa_advisor.failing import Raised, raised, with_failure
 from fa_advisor.gpu_ledger import GpuLedger
 from fa_advisor.placement import Placement, dtype_of, sizes_of, specs_of
 from fa_advisor.probes.events import Event
@@ -21,6 +24,7 @@ from fa_advisor.probes.watch import Watch
 from fa_advisor.records import DeviceSpec, Mode, Progress, TargetSpec
 from fa_advisor.report import Report
 from fa_advisor.steps import OptimizerName, Step, make_optimizer
+from fa_advisor.target.faults import target_traceback
 from fa_advisor.target.geometry import max_positions
 
 OnProgress = Callable[[Progress], None]
@@ -41,6 +45,7 @@ class Run:
     label: str
     progress: OnProgress
     gpu_ledger: GpuLedger | None = None  # entered before the model was built; CUDA only
+    error: Raised | None = None  # once it has run out of memory
 
     def measure(
         self, *, wrap: Callable[[], AbstractContextManager[None]], lr: float
@@ -65,9 +70,22 @@ class Run:
         try:
             with watch:
                 self._run_twice(watch, gpu or ledger, wrap, lr)
+        except (TargetError, torch.OutOfMemoryError):
+            if self.error is None:
+                raise
         finally:
             self.model.train(training)
-        (gpu or ledger).end_step()
+        fallen = None
+        if self.error is not None and gpu is not None:
+            self.model.zero_grad(set_to_none=True)
+            fallen = gpu.fall(watch.stream.failed.sids if watch.stream.failed else ())
+            if fallen is None:
+                raise TargetError(
+                    f"{self.label} ran out of memory, and the allocator's trace doesn't tell where",
+                    detail=self.error.traceback,
+                )
+        else:
+            (gpu or ledger).end_step()
         measured = gpu.measured() if gpu else None
         step = (gpu or ledger).best
         if step is None or not watch.stream.op_count:
@@ -104,6 +122,8 @@ class Run:
                     *(gpu.notes if gpu else ()),
                 ),
             )
+            if fallen is not None and gpu is not None and self.error is not None:
+                report = with_failure(report, fallen, self.error, gpu, self._foresee)
             self.progress(Progress(stage="done"))
             return report
 
@@ -123,16 +143,31 @@ class Run:
             foreach = None if self.placement.kind == "cuda" else True
             optimizer = make_optimizer(self.model, self.optimizer, foreach=foreach, lr=lr)
         step = Step(self.model, self.args, self.kwargs, self.mode, optimizer, self._stage)
+
+        def run() -> None:
+            try:
+                step.run()
+            except torch.OutOfMemoryError as error:
+                if self.gpu_ledger is not None:
+                    self.error = raised(error, target_traceback(error))
+                raise
+
         self._total: int | None = None
         with wrap():
             self._begin("warmup", 0)
-            step.run()
+            run()
         watch.stream.flush()
         self._total = watch.stream.op_count
         ledger.start_measuring()
         with wrap():
             self._begin("measure", watch.stream.op_count)
-            step.run()
+            run()
+
+    def _foresee(self, device: DeviceSpec) -> Report | None:
+        return foresee(
+            self.model, self.args, self.kwargs, mode=self.mode, optimizer=self.optimizer,
+            device=device,
+        )  # fmt: skip
 
     # -- progress ------------------------------------------------------------------------------
 
@@ -156,3 +191,47 @@ class Run:
 
         self._stage_name = ""
         return feed
+
+
+def foresee(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    mode: Mode,
+    optimizer: OptimizerName,
+    device: DeviceSpec,
+) -> Report | None:
+    """The report of the same step on fake tensors, as `device` would run it; `None` where fake
+    tensors can't run it. Needs no memory, and leaves the model alone."""
+    fake = FakeDevice()
+    try:
+        subject = fake.copy_of(getattr(model, "_orig_mod", model))
+        run = Run(
+            model=subject,
+            args=_on_host(args),
+            kwargs=_on_host(kwargs),
+            mode=mode,
+            optimizer=optimizer,
+            placement=Placement("fake", 0),
+            fake=fake,
+            device=device,
+            label=type(model).__name__,
+            progress=lambda _: None,
+        )
+        return run.measure(wrap=nullcontext, lr=0.0)(None, type(model).__name__, None, ())
+    except Exception:  # it needs values, a kernel of its own, ...: then there is no estimate
+        return None
+
+
+def _on_host(value: Any) -> Any:
+    """The same inputs on the CPU; those without memory as zeros."""
+
+    def move(tensor: Any) -> Any:
+        if not isinstance(tensor, torch.Tensor):
+            return tensor
+        if tensor.device.type == "meta":
+            return torch.zeros(tensor.shape, dtype=tensor.dtype)
+        return tensor.detach().cpu()
+
+    return tree_map(move, value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -10,16 +11,20 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fa_advisor.assemble import assemble
+from fa_advisor.attribution.failure import Fallen
 from fa_advisor.attribution.ledger import Ledger
 from fa_advisor.errors import UsageError
+from fa_advisor.failing import Raised, raised, with_failure
 from fa_advisor.gpu_ledger import GpuLedger, Measured
+from fa_advisor.measure import foresee
 from fa_advisor.placement import dtype_of, sizes_of, specs_of
 from fa_advisor.probes.device import advise_for
 from fa_advisor.probes.events import Phase
 from fa_advisor.probes.opstream import torch_version
 from fa_advisor.probes.watch import Call, Watch
-from fa_advisor.records import Mode, TargetSpec
+from fa_advisor.records import DeviceSpec, Mode, TargetSpec
 from fa_advisor.report import Report
+from fa_advisor.steps import name_of
 
 _active: list[Recording] = []
 
@@ -51,6 +56,8 @@ class Recording:
         self._watch: Watch | None = None
         self._measured: Measured | None = None
         self._report: Report | None = None
+        self._fallen: Fallen | None = None
+        self._error: Raised | None = None
         self._state = "new"
 
     def __enter__(self) -> Recording:
@@ -83,11 +90,22 @@ class Recording:
         _active.append(self)
         return self
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None = None,
+        error: BaseException | None = None,
+        frames: TracebackType | None = None,
+    ) -> None:
         _active.remove(self)
-        if self._watch is not None:
-            self._watch.stream.flush()
-        self._ledger.end_step()
+        watch = self._watch
+        if watch is not None:
+            watch.stream.flush()
+        if isinstance(error, torch.OutOfMemoryError) and self._gpu is not None:
+            failed = watch.stream.failed if watch is not None else None
+            self._fallen = self._gpu.fall(failed.sids if failed is not None else ())
+            self._error = raised(error)
+        if self._fallen is None:
+            self._ledger.end_step()
         if self._gpu is not None:
             self._measured = self._gpu.measured()
         self._stack.close()
@@ -110,15 +128,31 @@ class Recording:
         called = watch.calls.values()
         call = next((c for c in called if c.model is model), next(iter(called), None))
         trained = any(entry.phase is not Phase.FORWARD for entry in step.entries)
-        return assemble(
+        if self._fallen is not None and call is not None:  # it may not have come to backward
+            trained = trained or call.makes_graph
+        mode: Mode = "train" if trained else "infer"
+        report = assemble(
             step=step,
             types=watch.scopes.types,
             device=self._device,
-            target=target_of(model, call, "train" if trained else "infer"),
+            target=target_of(model, call, mode),
             torch_version=torch_version(),
             measured=self._measured,
             notes=(*self._notes, *(self._gpu.notes if self._gpu is not None else ())),
         )
+        if self._fallen is None or self._error is None or self._gpu is None:
+            return report
+        optimizer = self._optimizer or next(iter(watch.optimizers()), None)
+
+        def whole_step(device: DeviceSpec) -> Report | None:
+            if model is None or call is None:
+                return None
+            return foresee(
+                model, call.args, call.kwargs, mode=mode, optimizer=name_of(optimizer),
+                device=device,
+            )  # fmt: skip
+
+        return with_failure(report, self._fallen, self._error, self._gpu, whole_step)
 
 
 def record(

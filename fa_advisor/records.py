@@ -340,6 +340,56 @@ class Advice:
     recommendations: tuple[Recommendation, ...]
 
 
+# limit: the device had room, the process wasn't allowed to take it; fragmentation: the bytes were
+# there, in pieces; other_processes: they would have been there, had others not held them.
+Cause = Literal["memory", "fragmentation", "limit", "other_processes"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Remedy:
+    """What would make a step fit that ran out of memory.
+
+    `saves_bytes`: how much less the step then needs, where that was computed; `enough`: does it fit
+    then, by itself; `value`: the largest batch or length that fits.
+    """
+
+    kind: Literal["patch", "batch", "length", "allocator", "limit", "other_processes"]
+    text: str
+    saves_bytes: int | None
+    enough: bool | None
+    value: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutOfMemory:
+    """The request that found no memory. The report's peak, categories and ledger are of that
+    moment.
+
+    `needed_bytes`: what the driver was asked for; `missing_bytes` of it weren't there. `fqn`, `op`,
+    `source`: who asked; `shape`, `dtype`: of the tensor that was to be made, empty for memory
+    inside an operator; `category`: what of attention's it would have been. `step_peak_bytes`: what
+    the whole step needs, modelled on fake tensors, of the `capacity_bytes` that torch could have.
+    """
+
+    requested_bytes: int
+    needed_bytes: int
+    missing_bytes: int
+    device_free_bytes: int
+    capacity_bytes: int
+    cause: Cause
+    phase: Phase
+    fqn: str
+    op: str
+    source: str | None
+    shape: tuple[int, ...]
+    dtype: str
+    category: Category | None
+    step_peak_bytes: int | None
+    remedies: tuple[Remedy, ...]
+    message: str
+    traceback: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PatchedSite:
     """What the patcher did to one site."""
@@ -411,4 +461,5 @@ class ReportBody:
     advice: Advice
     patch: PatchOutcome | None = None
     ledger: tuple[LedgerRow, ...] = ()
+    out_of_memory: OutOfMemory | None = None
     notes: tuple[str, ...] = field(default=())

@@ -11,13 +11,14 @@ import sys
 import weakref
 from collections.abc import Callable
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._pytree import tree_map
 
-from fa_advisor.probes.events import Code, Event, Kind, Op, Phase
+from fa_advisor.probes.events import Code, Event, Kind, Op, Phase, Scope
 from fa_advisor.probes.lines import in_checkpoint, user_line
 from fa_advisor.probes.operators import classify
 from fa_advisor.probes.scopes import Scopes
@@ -64,6 +65,16 @@ class _Ref(weakref.ref[Any]):
     sid: int
 
 
+class Failed(NamedTuple):
+    """An operator that found no memory; `sids` number the storages that it was about to make."""
+
+    op: Op
+    scope: Scope
+    phase: Phase
+    source: tuple[str, int] | None
+    sids: tuple[int, ...]
+
+
 class OpStream(TorchDispatchMode):
     """`sink` gets lists of events; `execute` runs an operator (fake tensors bring their own).
 
@@ -89,6 +100,7 @@ class OpStream(TorchDispatchMode):
         self._device_type = device_type
         self._execute = execute
         self._stamp = stamp
+        self.failed: Failed | None = None  # the last operator that found no memory
         self.number = 0  # of the last operator that began, where allocations are stamped
         # By id: an OpOverload's own hash is computed in Python. The entry keeps the id alive.
         self._ops: dict[int, tuple[Op, bool, bool, Any]] = {}
@@ -145,8 +157,31 @@ class OpStream(TorchDispatchMode):
                 if kept is not None:
                     return torch.ops.aten.add_.Tensor(args[kept], args[1 - kept])
             return func(*args, **kwargs) if kwargs else func(*args)
+        except torch.OutOfMemoryError:
+            self._record_failure(op, func, args, kwargs or {})
+            raise
         finally:
             stamp("")
+
+    def _record_failure(self, op: Op, func: Any, args: Any, kwargs: Any) -> None:
+        """An operator found no memory: tell what it was about to make."""
+        inputs: list[tuple[int, Any]] = []
+        self._inputs_in(args, inputs)
+        self._inputs_in(kwargs.values(), inputs)
+        outputs: list[tuple[int, Any, str, int]] = []
+        for made in _as_on_meta(func, args, kwargs):
+            nbytes = made.untyped_storage().nbytes()
+            outputs.append((self._next_sid, made.shape, dtype_name(made.dtype), nbytes))
+            self._next_sid += 1
+        node = _current_node()
+        backward = node is not None and self._scopes.depth == 0
+        scope = self._scopes.of_node(node) if backward else self._scopes.current
+        phase = Phase.BACKWARD if backward else self.phase
+        source = self._scopes.line_of_node(node) if backward else user_line(sys._getframe(3))
+        extra = _extra(op, args) if op.kind in _WITH_SCALARS else None
+        self.failed = Failed(op, scope, phase, source, tuple(sid for sid, *_ in outputs))
+        self._events.append((0, op, scope, phase, source, inputs, outputs, extra, self.number))
+        self._events += [(1, sid) for sid, *_ in outputs]  # they never came to be
 
     def _mark_line(self, source: tuple[str, int] | None) -> None:
         """Remember which line made the autograd node that this operator belongs to."""
@@ -424,6 +459,24 @@ def dtype_name(dtype: torch.dtype) -> str:
     if name is None:
         name = _DTYPES[dtype] = str(dtype).removeprefix("torch.")
     return name
+
+
+def _as_on_meta(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """What an operator would make, as tensors without memory; none where that can't be told."""
+
+    def shadow(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return torch.empty_strided(
+                value.shape, value.stride(), dtype=value.dtype, device="meta"
+            )
+        return torch.device("meta") if isinstance(value, torch.device) else value
+
+    try:
+        made = func(*tree_map(shadow, args), **tree_map(shadow, kwargs))
+    except Exception:
+        return []
+    found = made if isinstance(made, (list, tuple)) else (made,)
+    return [t for t in found if isinstance(t, Tensor) and t.device.type == "meta"]
 
 
 _WITH_SCALARS = frozenset((Kind.SOFTMAX, Kind.DROPOUT, Kind.RANDOM, Kind.FUSED_ATTENTION))

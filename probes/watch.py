@@ -299,6 +299,7 @@ class Call:
     def __init__(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         self.operators = 0
         self.begins_at = 0
+        self.makes_graph = torch.is_grad_enabled()
         self._model = weakref.ref(model)
         self.args: tuple[Any, ...] = outline(args)
         self.kwargs: dict[str, Any] = outline(kwargs)

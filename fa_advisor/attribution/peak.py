@@ -25,7 +25,7 @@ from fa_advisor.records import (
 TIMELINE_POINTS = 400
 LEDGER_ROWS = 200
 
-_PHASES: dict[StreamPhase, Phase] = {
+PHASES: dict[StreamPhase, Phase] = {
     StreamPhase.FORWARD: "forward",
     StreamPhase.BACKWARD: "backward",
     StreamPhase.OPTIMIZER: "optimizer",
@@ -58,7 +58,7 @@ def peak_of(step: StepLog) -> Peak:
         sums["allocator_slack"] += block - nbytes
     return Peak(
         bytes=sum(h.block for h in held),
-        phase=_PHASES[step.phase_at(step.peak_at)],
+        phase=PHASES[step.phase_at(step.peak_at)],
         categories={name: sums[name] for name in CATEGORIES if sums[name]},
         held=held,
     )
@@ -96,7 +96,7 @@ def without_attention(step: StepLog, *, keep_masks: bool = False) -> Counterfact
                 peak, at = allocated, index
     alive = [h for h in step.alive_at(at) if counts(h.storage) and h.storage.label is None]
     largest = max(alive, key=lambda h: h.nbytes, default=None)
-    return Counterfactual(peak, _PHASES[step.phase_at(at)], largest.storage if largest else None)
+    return Counterfactual(peak, PHASES[step.phase_at(at)], largest.storage if largest else None)
 
 
 def timeline(step: StepLog, points: int = TIMELINE_POINTS) -> tuple[TimelinePoint, ...]:
@@ -113,7 +113,7 @@ def timeline(step: StepLog, points: int = TIMELINE_POINTS) -> tuple[TimelinePoin
     def point(t: int, phase: StreamPhase) -> TimelinePoint:
         return TimelinePoint(
             t=t,
-            phase=_PHASES[phase],
+            phase=PHASES[phase],
             allocated_bytes=allocated,
             attention_bytes=in_attention,
             module=module,

@@ -17,9 +17,10 @@ import msgspec
 from fa_advisor.attribution.arena import Given
 from fa_advisor.attribution.frames import Frames, generated, in_backward, users
 from fa_advisor.attribution.join import stamp_of
-from fa_advisor.attribution.remedies import Remedy, without_program
+from fa_advisor.attribution.remedies import without_program
 from fa_advisor.attribution.replay import Above, Replayed, Trace, above, replay
-from fa_advisor.attribution.shortage import Cause, Shortage, diagnose
+from fa_advisor.attribution.shortage import Shortage, diagnose
+from fa_advisor.records import Cause, Remedy
 
 POSTMORTEM_SCHEMA_VERSION = 1
 LINES = 200

@@ -3,27 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Literal
 
 from fa_advisor.attribution.replay import Above
 from fa_advisor.attribution.shortage import Shortage
-
-RemedyKind = Literal[
-    "patch", "batch", "length", "allocator", "limit", "other_processes", "checkpointing"
-]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Remedy:
-    """`saves_bytes`: how much less the step then needs, where that was computed; `enough`: is it
-    what was missing; `value`: the largest batch or length that fits."""
-
-    kind: RemedyKind
-    text: str
-    saves_bytes: int | None
-    enough: bool | None
-    value: int | None = None
+from fa_advisor.records import Advice, Limit, Remedy
 
 
 def by_cause(shortage: Shortage, state: Above, *, others: int | None = None) -> list[Remedy]:
@@ -66,11 +50,54 @@ def by_cause(shortage: Shortage, state: Above, *, others: int | None = None) -> 
     return []
 
 
+def from_model(
+    peak_bytes: int, advice: Advice, capacity: int, batch_size: int | None, seq_len: int | None
+) -> list[Remedy]:
+    """What the whole step's model says: without attention's N x N memory, with a smaller batch,
+    with a shorter sequence. Its limits must have been computed for `capacity` bytes."""
+    made = []
+    without = advice.counterfactual_peak_bytes
+    fits_patched = without is not None and without <= capacity
+    if without is not None and without < peak_bytes:
+        made.append(
+            Remedy(
+                kind="patch",
+                text=(
+                    f"without attention's N x N memory the step needs {size(without)} instead of"
+                    f" {size(peak_bytes)} (modelled), and there are {size(capacity)}: "
+                    + ("fa_advisor.patch(model) makes it fit" if fits_patched else "not enough")
+                ),
+                saves_bytes=peak_bytes - without,
+                enough=fits_patched,
+            )
+        )
+    if batch_size and batch_size > 1:
+        made += _smaller("batch", "batch", batch_size, advice.max_batch_size)
+    if seq_len:
+        made += _smaller("length", "sequence", seq_len, advice.max_seq_len)
+    return made
+
+
+def _smaller(kind: Literal["batch", "length"], what: str, asked: int, limit: Limit) -> list[Remedy]:
+    now, advised = limit.now, limit.advised
+    if not now or now >= asked:
+        return []
+    text = f"the largest {what} that fits is {now:,} (asked for: {asked:,})"
+    if advised is not None and advised > now:
+        text += f", and {advised:,} with attention as advised"
+    return [Remedy(kind=kind, text=text, saves_bytes=None, enough=True, value=now)]
+
+
 def without_program(
-    shortage: Shortage, attention: int, kinds: Mapping[str, int], state: Above
+    shortage: Shortage,
+    attention: int,
+    kinds: Mapping[str, int],
+    state: Above,
+    *,
+    others: int | None = None,
 ) -> tuple[Remedy, ...]:
-    """Remedies from a snapshot alone: at the moment of failure, not over the whole step."""
-    made = by_cause(shortage, state)
+    """Remedies from the moment of failure alone, without a model of the whole step."""
+    made = by_cause(shortage, state, others=others)
     # Where a limit of the process's own refused, what is missing is not known: all of it at most.
     missing = shortage.missing or shortage.needed
     if attention:

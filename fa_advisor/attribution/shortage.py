@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from fa_advisor.attribution.allocator import (
     LARGE_SEGMENT,
@@ -14,10 +14,7 @@ from fa_advisor.attribution.allocator import (
     SMALL_SIZE,
 )
 from fa_advisor.attribution.replay import Above, rules_of
-
-# limit: the device had room, the process wasn't allowed to take it; fragmentation: the bytes were
-# there, in pieces; other_processes: they would have been there, had others not held them.
-Cause = Literal["memory", "fragmentation", "limit", "other_processes"]
+from fa_advisor.records import Cause
 
 
 @dataclass(frozen=True)

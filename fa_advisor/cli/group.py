@@ -21,7 +21,7 @@ _COMMANDS = {
     "diff": ("fa_advisor.cli.reports", "Compare two reports, by category and by site."),
     "postmortem": (
         "fa_advisor.cli.postmortem",
-        "Explain a torch memory snapshot, such as of an out-of-memory error.",
+        "Explain a memory snapshot of torch, of an error or a peak.",
     ),
     "budget": ("fa_advisor.cli.budget", "SRAM and register budgets of tiles, on any GPU."),
     "gpus": ("fa_advisor.cli.gpus", "List the GPUs it knows, with their limits."),

@@ -9,7 +9,6 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 from fa_advisor.attribution.postmortem import FailedRequest, LineMemory, Postmortem
-from fa_advisor.attribution.remedies import Remedy
 from fa_advisor.views.layout import (
     ASCII,
     MAX_WIDTH,
@@ -25,14 +24,9 @@ from fa_advisor.views.layout import (
     table,
 )
 from fa_advisor.views.sizes import format_bytes, format_share
+from fa_advisor.views.text_failure import CAUSES, remedies
 
 TOP_LINES = 15
-CAUSES = {
-    "memory": "the device has no room for what the step needs",
-    "fragmentation": "enough was free, but not in one piece: fragmentation",
-    "limit": "the device had room: a limit of the process's own refused it",
-    "other_processes": "other processes hold what was missing",
-}
 KINDS = {
     "weights": "built or moved as part of a module",
     "optimizer": "allocated in torch.optim",
@@ -116,19 +110,6 @@ def _requested(request: FailedRequest, page: Page) -> str:
 
 def _remedies(found: Postmortem, page: Page) -> Iterator[Text]:
     yield from remedies(found.remedies, page)
-
-
-def remedies(found: tuple[Remedy, ...], page: Page) -> Iterator[Text]:
-    """What would make it fit."""
-    if not found:
-        return
-    yield from heading(page, "What would make it fit")
-    for remedy in found:
-        style = "green" if remedy.enough else ""
-        for index, line in enumerate(page.wrapped(Text(page.plain(remedy.text), style=style), 2)):
-            if index == 0:
-                line = Text(" " * page.margin).append("- ").append_text(line[page.margin + 2 :])
-            yield line
 
 
 def _state(found: Postmortem, page: Page) -> Iterator[Text]:
