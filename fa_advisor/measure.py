@@ -64,6 +64,8 @@ class Run:
             fake=self.fake,
             stamp=gpu.stamp if gpu else None,
         )
+        if gpu is not None:
+            watch.on_step = lambda: None  # the step ends where `Step` does
         self._watch = watch
         training = self.model.training
         self.model.train(self.mode == "train")

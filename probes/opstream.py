@@ -22,7 +22,7 @@ from fa_advisor.probes.events import Code, Event, Kind, Op, Phase, Scope
 from fa_advisor.probes.lines import in_checkpoint, user_line
 from fa_advisor.probes.operators import classify
 from fa_advisor.probes.scopes import Scopes
-from fa_advisor.probes.sums import operand_to_add_into
+from fa_advisor.probes.sums import operand_to_add_into, owned_by_the_engine
 
 # Events are handed on in batches: the hot path only appends. Small ones, so that an event is gone
 # before Python's garbage collector would count it among what lasts.
@@ -100,6 +100,8 @@ class OpStream(TorchDispatchMode):
         self._device_type = device_type
         self._execute = execute
         self._stamp = stamp
+        if stamp is not None:
+            owned_by_the_engine()  # now, while autograd can still be run
         self.failed: Failed | None = None  # the last operator that found no memory
         self.number = 0  # of the last operator that began, where allocations are stamped
         # By id: an OpOverload's own hash is computed in Python. The entry keeps the id alive.

@@ -31,7 +31,7 @@ def operand_to_add_into(args: tuple[Any, ...]) -> int | None:
     if b.layout is not torch.strided or a.device != b.device:
         return None
     del a, b
-    owned = _owned_by_the_engine()
+    owned = owned_by_the_engine()
     for index in (0, 1):
         if _counts(args, index) == owned and _dense(args[index]):
             return index
@@ -78,9 +78,12 @@ class _Calibration(TorchDispatchMode):
 
 
 @cache
-def _owned_by_the_engine() -> Counts | None:
-    """The counts of a tensor that the engine alone owns, seen from inside a dispatch mode."""
-    with _disable_current_modes(), torch.enable_grad():
+def owned_by_the_engine() -> Counts | None:
+    """The counts of a tensor that the engine alone owns, seen from inside a dispatch mode.
+
+    Asked for the first time, it runs a backward: not from inside a mode.
+    """
+    with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad():
         leaf = torch.zeros(1, requires_grad=True)
         middle = leaf * 2
         (total,) = (middle.sin() + middle.cos()).unbind()

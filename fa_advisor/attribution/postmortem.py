@@ -286,11 +286,12 @@ def _request(trace: Trace, at: int, state: Above) -> FailedRequest:
 
 def _frames_before(trace: Trace) -> dict[int, Frames]:
     """Stacks of blocks that are older than the trace, where the snapshot kept them."""
+    given_out = {event["addr"] for event in trace.events if event["action"] == "alloc"}
     return {
         block["address"]: block["frames"]
         for segment in trace.segments
         for block in segment["blocks"]
-        if block["state"] != "inactive"
+        if block["state"] != "inactive" and block["address"] not in given_out
     }
 
 
