@@ -6,12 +6,14 @@ forgotten, so that a run may be as long as it likes.
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from fa_advisor.attribution import chrome_trace
 from fa_advisor.attribution.failure import Fallen, fallen, last_failure
 from fa_advisor.attribution.join import Joiner
 from fa_advisor.attribution.ledger import Kept, Ledger, StepLog, cublas_workspace_bytes
@@ -40,11 +42,16 @@ class GpuLedger:
     """A context manager: inside it the allocator of CUDA device `index` is recorded.
 
     Give `feed` to a `Watch` as its sink and `stamp` as its stamp. `notes` says what couldn't be
-    had; the report then falls back on what the op stream alone explains.
+    had; the report then falls back on what the op stream alone explains. `keep_trace`: for
+    `snapshot` and `chrome_trace`.
     """
 
-    def __init__(self, index: int, device: DeviceSpec, *, warmup: bool = False) -> None:
+    def __init__(
+        self, index: int, device: DeviceSpec, *, warmup: bool = False, keep_trace: bool = False
+    ) -> None:
         self.index = index
+        self._keep_trace = keep_trace
+        self._cut: dict[str, Any] | None = None
         self._ledger = Ledger(modelled=False, closes=False)
         self._joiner = Joiner(workspace_bytes=cublas_workspace_bytes(device), ours=LIBRARY)
         self._allocations: Allocations | None = None
@@ -128,7 +135,9 @@ class GpuLedger:
         if self._allocations is None:
             return None
         seen = self._ledger.take_step()
-        trace = _trace(self._allocations.cut())
+        cut = self._allocations.cut()
+        self._cut = cut if self._keep_trace else None
+        trace = _trace(cut)
         at = last_failure(trace)
         if at is None:
             return None
@@ -152,6 +161,7 @@ class GpuLedger:
         if self._allocations is None:
             return step
         cut = self._allocations.cut()
+        self._cut = cut if self._keep_trace else None
         trace = _trace(cut)
         joined, replayed = self._joiner.join(step, trace)
         if not cut["whole"] or replayed.strays:
@@ -163,6 +173,26 @@ class GpuLedger:
         at = joined.peak_at
         joined.above = above(trace, replayed.changes[at - 1].at + 1 if at else 0)
         return joined
+
+    # -- the trace itself -------------------------------------------------------------------
+
+    def snapshot(self) -> bytes | None:
+        """The last step's trace as torch's memory_viz reads it (`_dump_snapshot`'s pickle)."""
+        if self._cut is None:
+            return None
+        traces: list[Any] = [[] for _ in range(self.index)]
+        return pickle.dumps(
+            {
+                "segments": self._cut["segments"],
+                "device_traces": [*traces, self._cut["events"]],
+                "allocator_settings": self._cut["settings"],
+                "external_annotations": [],
+            }
+        )
+
+    def chrome_trace(self) -> bytes | None:
+        """The last step's trace as a Chrome trace."""
+        return chrome_trace.encode(_trace(self._cut), self.index) if self._cut else None
 
     # -- what was measured ------------------------------------------------------------------
 

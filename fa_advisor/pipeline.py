@@ -31,7 +31,7 @@ from fa_advisor.probes.masks import mark_triangular
 from fa_advisor.probes.watch import Watch
 from fa_advisor.recording import record
 from fa_advisor.records import DeviceSpec, Mode, ProfileRequest, Progress
-from fa_advisor.report import Report
+from fa_advisor.report import Report, write_whole
 from fa_advisor.steps import OptimizerName
 from fa_advisor.target import load, synthesise, target_code
 
@@ -48,7 +48,9 @@ def profile_target(request: ProfileRequest, progress: OnProgress) -> Report:
     with ExitStack() as stack:
         gpu_ledger = None
         if placement.kind == "cuda":  # from before the model is built
-            gpu_ledger = stack.enter_context(GpuLedger(placement.index, device))
+            keep = request.snapshot is not None or request.trace is not None
+            gpu_ledger = GpuLedger(placement.index, device, keep_trace=keep)
+            stack.enter_context(gpu_ledger)
         return _profile(request, progress, placement, device, gpu_ledger, (note,) if note else ())
 
 
@@ -99,7 +101,28 @@ def _profile(
         gpu_ledger=gpu_ledger,
     )
     report_of = run.measure(wrap=lambda: target_code(run.label), lr=1e-4)
+    notes = (*notes, *_write_traces(request, gpu_ledger))
     return report_of(target.path, target.name, request.seq_len, notes)
+
+
+def _write_traces(request: ProfileRequest, gpu: GpuLedger | None) -> list[str]:
+    """Write what was asked for of the allocator's trace; a note for each that couldn't be."""
+    notes = []
+    for path, made in (
+        (request.snapshot, gpu.snapshot if gpu else None),
+        (request.trace, gpu.chrome_trace if gpu else None),
+    ):
+        if path is None:
+            continue
+        data = made() if made is not None else None
+        if data is None:
+            notes.append(f"{path} was not written: only a run on a GPU has an allocator's trace")
+            continue
+        try:
+            write_whole(path, data)
+        except UsageError as error:
+            notes.append(f"{path} was not written: {error.message}")
+    return notes
 
 
 def profile(

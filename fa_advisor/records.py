@@ -424,6 +424,8 @@ class ProfileRequest:
     device: str = "auto"
     gpu: str | None = None
     optimizer: Literal["adamw", "sgd", "none"] = "adamw"
+    snapshot: str | None = None  # where to write torch's memory snapshot of the step
+    trace: str | None = None  # where to write its Chrome trace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -55,7 +55,7 @@ def postmortem(
     number = found.pick(device)
     told = explain(found.traces[number], snapshot=snapshot, device=number)
     if trace is not None:
-        from fa_advisor.views.chrome_trace import encode
+        from fa_advisor.attribution.chrome_trace import encode
 
         write_whole(trace, encode(found.traces[number], number))
         say(f"wrote {trace}")

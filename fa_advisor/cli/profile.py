@@ -121,6 +121,20 @@ class _WithArguments(click.Command):
     help="Also write the report: .json, .csv, .txt or .html. Repeatable.",
 )
 @click.option(
+    "--snapshot",
+    metavar="FILE",
+    type=click.Path(),
+    callback=params.absolute,
+    help="On a GPU: write torch's memory snapshot of the step, for pytorch.org/memory_viz.",
+)
+@click.option(
+    "--trace",
+    metavar="FILE",
+    type=click.Path(),
+    callback=params.absolute,
+    help="On a GPU: write the step's allocations as a Chrome trace, for ui.perfetto.dev.",
+)
+@click.option(
     "--format", "format", type=click.Choice(_FORMATS), help="What stdout gets.  [default: text]"
 )
 @click.option(

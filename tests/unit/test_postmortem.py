@@ -14,11 +14,11 @@ import jsonschema
 import pytest
 from click.testing import CliRunner, Result
 
+from fa_advisor.attribution.chrome_trace import encode
 from fa_advisor.attribution.postmortem import Postmortem, explain, json_schema_text
 from fa_advisor.attribution.snapshots import checked, read
 from fa_advisor.cli import cli
 from fa_advisor.errors import UsageError
-from fa_advisor.views.chrome_trace import encode
 from fa_advisor.views.text_postmortem import to_text
 
 SNAPSHOTS = Path(__file__).parent / "snapshots"
