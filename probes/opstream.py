@@ -290,7 +290,7 @@ class OpStream(TorchDispatchMode):
         if self in _get_current_dispatch_mode_stack():
             self.revive()
         else:
-            self.__enter__()
+            self.__enter__()  # type: ignore[no-untyped-call]
 
     def end(self) -> None:
         """Leave the thread's stack of modes; where that can't be now, stay on it and see nothing.
@@ -302,7 +302,7 @@ class OpStream(TorchDispatchMode):
         stack = _get_current_dispatch_mode_stack()
         nested = torch.is_inference_mode_enabled() or torch._C._current_graph_task_id() != -1
         if stack and stack[-1] is self and not nested:
-            self.__exit__(None, None, None)
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         self.muted = True
 
     def revive(self) -> None:

@@ -26,9 +26,9 @@ from fa_advisor.following.wording import which_step
 from fa_advisor.probes.device import advise_for, outside_allocator_bytes
 from fa_advisor.probes.events import Event
 from fa_advisor.probes.opstream import OpStream, torch_version
-from fa_advisor.probes.watch import Call, Watch
-from fa_advisor.records import DeviceSpec, PatchOutcome, TargetSpec
+from fa_advisor.probes.watch import Call, Watch, keywords
 from fa_advisor.recording import target_of
+from fa_advisor.records import DeviceSpec, PatchOutcome, TargetSpec
 from fa_advisor.report import Report
 from fa_advisor.target.geometry import max_positions
 
@@ -86,7 +86,7 @@ class Follower:
         self._patches = patches
         self._on_limit = on_limit
         self._on_pause = on_pause
-        self._family = Family(lambda: None)
+        self._family = Family()
         self._watch: Watch | None = None  # stays, for its names, when following is over
         self._live = False
         self._ledger: Ledger | None = None
@@ -99,6 +99,8 @@ class Follower:
         self._between = True  # two steps; else in the middle of one
         self._training = False  # a graph has been begun since the last step ended
         self._graphs = 0  # forwards that made one, while none had a backward
+        self._gradients = 0
+        self._without_optimizer: bool | None = None
         self._mark = 0
         self._waiting: list[Any] = []
         if limit != 0 or patches is not None:
@@ -111,10 +113,10 @@ class Follower:
 
     @_guarded
     def _first_call(self, module: nn.Module, args: Any) -> None:
-        if _without_parameters(module) or (self._patches is not None and self._patches.busy):
+        if _no_call_of_a_script(module) or (self._patches is not None and self._patches.busy):
             return
         if self._patches is not None:
-            self._patches.apply(self._family.root_of(module))
+            self._patches.apply(self._family.root_of(module), (args, keywords()))
         if self._limit != 0 and self._begin(_device_of(module)):
             assert self._watch is not None
             self._watch.add_model(self._family.root_of(module))
@@ -183,18 +185,20 @@ class Follower:
     # -- the script's steps ---------------------------------------------------------------------
 
     @_guarded
-    def _enters(self, model: nn.Module) -> None:
+    def _enters(self, model: nn.Module, args: Any) -> None:
         watch = self._watch
-        if watch is None or not self._live or _without_parameters(model):
+        if watch is None or not self._live or _no_call_of_a_script(model):
             return
         if self._patches is not None:
             if self._patches.busy:
                 return
-            self._patch(watch, self._family.root_of(model))
+            self._patch(watch, self._family.root_of(model), (args, keywords()))
         if self._cuda_index is None and _device_of(model).type == "cuda":
             self._start_again(model)
             return
         graph = torch.is_grad_enabled() and (watch.trained or self._graphs < _GRAPHS)
+        if watch.gradients > self._gradients and self._by_hand(watch):
+            self._step_ends("train")
         if self._between:
             self._choose("train" if graph else "infer")
         self._between = False
@@ -203,7 +207,7 @@ class Follower:
     @_guarded
     def _leaves(self, model: nn.Module) -> None:
         watch = self._watch
-        if watch is None or not self._live or _without_parameters(model):
+        if watch is None or not self._live or _no_call_of_a_script(model):
             return
         if self._patches is not None and self._patches.busy:
             return
@@ -217,6 +221,16 @@ class Follower:
     @_guarded
     def _optimizer_stepped(self) -> None:
         self._step_ends("train")
+
+    def _by_hand(self, watch: Watch) -> bool:
+        """Whether the script moves its parameters without an optimizer: a step is over, then, when
+        a forward follows on a backward."""
+        self._gradients = watch.gradients
+        if watch.optimizers():
+            return False
+        if self._without_optimizer is None:
+            self._without_optimizer = not _an_optimizer_lives()
+        return self._without_optimizer
 
     def _step_ends(self, kind: Kind) -> None:
         watch = self._watch
@@ -269,14 +283,14 @@ class Follower:
             register_optimizer_step_pre_hook(self._first_step),
         ]
 
-    def _patch(self, watch: Watch, root: nn.Module) -> None:
+    def _patch(self, watch: Watch, root: nn.Module, call: Any) -> None:
         patches = self._patches
         if patches is None or patches.knows(root):
             return
         seeing = not watch.paused
         if seeing:
             watch.pause()
-        patches.apply(root)
+        patches.apply(root, call)
         if seeing:
             watch.resume()
 
@@ -286,7 +300,8 @@ class Follower:
         assert watch is not None
         call = max(watch.calls.values(), key=_operators, default=None)
         called = call.model if call is not None else None
-        model = self._family.root_of(called) if called is not None else None
+        root = self._family.root_of(called) if called is not None else None
+        model = _unwrapped(root) if root is not None else None
         training = kind == "train" or (kind is None and self._training)
         target = target_of(model, call, "train" if training else "infer", self._path)
         peaks = None
@@ -300,7 +315,7 @@ class Follower:
             max_positions=max_positions(model) if model is not None else None,
             peaks=peaks,
             elsewhere_bytes=self._elsewhere(watch),
-            patch=self._patches.outcome(model) if self._patches and model is not None else None,
+            patch=self._patches.outcome(root) if self._patches and root is not None else None,
         )
 
     def _elsewhere(self, watch: Watch) -> int:
@@ -324,7 +339,6 @@ class Follower:
         self._live = False
         self._watch.__exit__(None, None, None)
         if self._patches is None:
-            self._family.close()
             return
         self._limit = 0
         self._waiting = [nn_module.register_module_forward_pre_hook(self._first_call)]
@@ -334,7 +348,6 @@ class Follower:
         for handle in self._waiting:
             handle.remove()
         self._waiting = []
-        self._family.close()
         self._live = False
         if self._watch is not None:
             self._watch.abandon()
@@ -395,6 +408,11 @@ class Follower:
                 f"{facts.elsewhere_bytes:,} bytes of parameters, buffers and optimizer state are"
                 f" on {where}, and not in this report"
             )
+        if facts.patch is not None and self._cuda_index is None:
+            notes.append(
+                "on the CPU a patched model's attention runs through torch: what it holds here is"
+                " not what the kernel holds on a GPU"
+            )
         if watch.scopes.calls_elsewhere:
             notes.append(
                 f"{watch.scopes.calls_elsewhere:,} calls of modules in other threads were not"
@@ -411,8 +429,28 @@ def _operators(call: Call) -> int:
     return call.operators
 
 
-def _without_parameters(module: nn.Module) -> bool:
+def _no_call_of_a_script(module: nn.Module) -> bool:
+    """A loss or a transform, or a checkpoint's forward within a backward."""
+    if torch._C._current_graph_task_id() != -1:
+        return True
     return next(module.parameters(), None) is None
+
+
+_WRAPPERS = {
+    "DistributedDataParallel": "module",
+    "DataParallel": "module",
+    "OptimizedModule": "_orig_mod",
+}
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """The user's own model, not what torch has put around it."""
+    while (name := _WRAPPERS.get(type(model).__name__)) is not None:
+        inner = model._modules.get(name)
+        if inner is None:
+            break
+        model = inner
+    return model
 
 
 def _device_of(module: nn.Module) -> torch.device:
