@@ -303,6 +303,7 @@ class Follower:
                 kind: Kind = "train" if steps.training else "infer"
                 ledger.end_step("", self._facts(sum(steps.done.values()) + 1, kind))
             self._leave()
+        ledger.begin_step()  # the last that ended may be waiting to be taken in
         step = ledger.best
         if step is None or not isinstance(step.about, StepFacts):
             return None

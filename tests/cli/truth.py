@@ -1,6 +1,6 @@
 """An independent witness: `python truth.py OUT script.py args` runs the script as it is and writes
-the bytes of all CPU storages alive at the peak of each step. It knows nothing of fa_advisor: it counts
-every storage that any operator takes or makes, until the storage dies."""
+the bytes of all CPU storages alive at the peak of each step. It knows nothing of fa_advisor: it
+counts every storage that any operator takes or makes, until the storage dies."""
 
 import json
 import runpy
