@@ -19,6 +19,7 @@ from fa_advisor.attribution.join import Joiner
 from fa_advisor.attribution.ledger import Kept, Ledger, StepLog, cublas_workspace_bytes
 from fa_advisor.attribution.replay import Trace, above
 from fa_advisor.probes.allocations import Allocations, obstacle
+from fa_advisor.probes.cuda_peaks import CudaPeaks
 from fa_advisor.probes.device import outside_allocator_bytes, used_by_others_bytes
 from fa_advisor.probes.events import Event
 from fa_advisor.probes.lines import LIBRARY
@@ -56,6 +57,7 @@ class GpuLedger:
         self._joiner = Joiner(workspace_bytes=cublas_workspace_bytes(device), ours=LIBRARY)
         self._allocations: Allocations | None = None
         self._kept = Kept(warmup=warmup)
+        self._stats: CudaPeaks | None = None
         self._peaks = [0, 0]  # allocated and reserved
         self.notes: list[str] = []
         self.settings: Mapping[str, Any] = {}  # the allocator's, once a step has fallen
@@ -68,12 +70,17 @@ class GpuLedger:
             self._allocations.start()
         else:
             self.notes.append(f"{why_not}: workspaces and rounding are among the unattributed")
-        torch.cuda.reset_peak_memory_stats(self.index)
+        self._stats = CudaPeaks(self.index).__enter__()
         return self
 
     def __exit__(self, *exc: object) -> None:
+        self.bank_peaks()
         if self._allocations is not None:
             self._allocations.stop()
+            self._allocations = None
+        if self._stats is not None:
+            self._stats.__exit__(*exc)
+            self._stats = None
 
     @property
     def stamp(self) -> Callable[[str], None] | None:
@@ -95,6 +102,7 @@ class GpuLedger:
         """Record on; say `begin_step` once the stream has been told what is alive now."""
         if self._allocations is not None:
             self._allocations.start()
+        self._forget_peaks()
 
     # -- steps ------------------------------------------------------------------------------
 
@@ -109,7 +117,7 @@ class GpuLedger:
         self._join(self._ledger.take_step())
         self._kept.forget()
         self._peaks = [0, 0]
-        torch.cuda.reset_peak_memory_stats(self.index)
+        self._forget_peaks()
 
     def begin_step(self) -> None:
         """Forget what was seen since the last step ended; who owns what is alive stays known."""
@@ -152,10 +160,13 @@ class GpuLedger:
         return found
 
     def bank_peaks(self) -> None:
-        """Keep the allocator's peaks before somebody resets them."""
-        allocated = torch.cuda.max_memory_allocated(self.index)
-        self._peaks[0] = max(self._peaks[0], allocated)
-        self._peaks[1] = max(self._peaks[1], torch.cuda.max_memory_reserved(self.index))
+        """Keep the allocator's peaks since the last time."""
+        if self._stats is not None:
+            self._peaks = [*map(max, self._peaks, self._stats.take())]
+
+    def _forget_peaks(self) -> None:
+        if self._stats is not None:
+            self._stats.take()
 
     def _join(self, step: StepLog) -> StepLog:
         if self._allocations is None:

@@ -26,14 +26,12 @@ from fa_advisor.records import DeviceSpec, Mode, TargetSpec
 from fa_advisor.report import Report
 from fa_advisor.steps import name_of
 
-_active: list[Recording] = []
-
 
 class Recording:
     """Between enter and exit every operator of the process is followed; then `report`.
 
     Steps end where an optimizer's do; the step with the highest peak is the one reported. On a GPU
-    the peak is the allocator's (its peak statistics are reset on entry); on the CPU it is
+    the peak is the allocator's, whose statistics read as they would without us; on the CPU it is
     modelled. Recordings nest. An exception inside passes through, and what was seen until then
     can still be reported.
     """
@@ -65,9 +63,6 @@ class Recording:
             raise UsageError(
                 "this recording has been used", hint="make another: fa_advisor.record(model)"
             )
-        for other in _active:
-            if other._gpu is not None:
-                other._gpu.bank_peaks()
         with ExitStack() as stack:
             if self._gpu is not None:
                 stack.enter_context(self._gpu)
@@ -87,7 +82,6 @@ class Recording:
             self._watch = watch
             self._stack = stack.pop_all()
         self._state = "running"
-        _active.append(self)
         return self
 
     def __exit__(
@@ -96,7 +90,6 @@ class Recording:
         error: BaseException | None = None,
         frames: TracebackType | None = None,
     ) -> None:
-        _active.remove(self)
         watch = self._watch
         if watch is not None:
             watch.stream.flush()

@@ -30,6 +30,8 @@ BATCH = 128
 
 _CompositeImplicit = torch._C.DispatchKey.CompositeImplicitAutograd
 _PYTHON_KEYS = (torch._C.DispatchKey.Python, torch._C.DispatchKey.PythonTLSSnapshot)
+# Composite for other devices; the CPU's and CUDA's own kernels run them whole.
+_WHOLE = frozenset(("aten::silu_backward", "aten::mish_backward", "aten::native_channel_shuffle"))
 _current_node: Callable[[], Any] = torch._C._current_autograd_node
 _DTYPES: dict[torch.dtype, str] = {}
 
@@ -345,6 +347,7 @@ class OpStream(TorchDispatchMode):
             and isinstance(func, torch._ops.OpOverload)
             and torch._C._dispatch_has_kernel(func.name())
             and torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), _CompositeImplicit)
+            and func.name() not in _WHOLE
         )
         known = self._ops[id(func)] = (op, recorded, composite, func)
         return known

@@ -72,8 +72,9 @@ class Watch:
         self._optimizers: WeakSet[Any] = WeakSet()
         self.paused = True
         self.trained = False  # a gradient has come, or an optimizer stepped
+        self.gradients = 0  # how often one has come
         self.calls: dict[int, Call] = {}  # the first of each outermost model, by the model's id
-        self.on_enter: Callable[[nn.Module], object] | None = None
+        self.on_enter: Callable[[nn.Module, Any], object] | None = None
         self.on_leave: Callable[[nn.Module], object] | None = None
         self.on_step: Callable[[], object] = lambda: self.end_step("train")
         # Takes the steps' ends, if it is there, at the very moment: else the sink does, in turn.
@@ -189,6 +190,7 @@ class Watch:
 
             def gradient_is_there(leaf: Tensor) -> None:
                 self.trained = True
+                self.gradients += 1
                 if leaf.grad is not None and not self.paused:
                     self.stream.label(leaf.grad, "gradient", fqn)
 
@@ -208,7 +210,7 @@ class Watch:
 
     def _forward_begins(self, model: nn.Module, args: Any) -> None:
         if self.on_enter is not None:
-            self.on_enter(model)
+            self.on_enter(model, args)
         if self.paused:
             return
         self.stream.revive()
@@ -274,20 +276,23 @@ class Cycle:
     """
 
     def __init__(self) -> None:
-        self._stepped: list[int] = []  # ids, in the cycle that runs
-        self._last: int | None = None
+        self._stepped: WeakSet[Any] = WeakSet()  # in the cycle that runs
+        self._latest: weakref.ref[Any] = weakref.ref(self)
+        self._last: weakref.ref[Any] | None = None
 
     def begins(self, optimizer: Optimizer) -> None:
         """An optimizer is about to step."""
-        if id(optimizer) in self._stepped:
-            if self._last not in self._stepped:
-                self._last = self._stepped[-1]
-            self._stepped = []
-        self._stepped.append(id(optimizer))
+        if optimizer in self._stepped:
+            if self._last is None or self._last() not in self._stepped:
+                self._last = self._latest
+            self._stepped.clear()
+        self._stepped.add(optimizer)
+        self._latest = weakref.ref(optimizer)
 
     def ends_with(self, optimizer: Optimizer) -> bool:
         """Whether the optimizer that has stepped is the last one of the cycle."""
-        return self._last in (None, id(optimizer))
+        last = self._last() if self._last is not None else None
+        return last is None or last is optimizer
 
 
 class Call:
@@ -314,7 +319,7 @@ def keywords() -> dict[str, Any]:
     """The keyword arguments of the module call whose global pre-hook asks: a hook on all modules
     isn't given them, but torch's frame that runs it has them."""
     frame: FrameType | None = sys._getframe(1)
-    for _ in range(8):
+    for _ in range(16):
         if frame is None or frame.f_code.co_filename == nn_module.__file__:
             break
         frame = frame.f_back

@@ -1,39 +1,29 @@
-"""Which model a module is part of: who registered it, since the script's first nn.Module."""
+"""Which model a module is part of: looked up among the modules that live, because no module knows
+who holds it and copies and unpickled ones pass no hook."""
 
 from __future__ import annotations
 
+import gc
 import weakref
-from collections.abc import Callable
-from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 from torch import nn
-from torch.nn.modules import module as nn_module
 
 
 class Family:
-    """Keeps no module alive. `on_first` is called when the first module gets a parameter."""
+    """Keeps no module alive."""
 
-    def __init__(self, on_first: Callable[[], None]) -> None:
-        self._parents: WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = WeakKeyDictionary()
-        self._holders: WeakSet[nn.Module] = WeakSet()
-        self._on_first: Callable[[], None] | None = on_first
-        self._handles = [
-            nn_module.register_module_module_registration_hook(self._registered),
-            nn_module.register_module_parameter_registration_hook(self._has_parameter),
-        ]
-
-    def close(self) -> None:
-        """Take the hooks down; what is known stays known."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+    def __init__(self) -> None:
+        self._holder: WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = WeakKeyDictionary()
+        self._seen: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
     def root_of(self, module: nn.Module) -> nn.Module:
-        """The outermost model that holds the module; itself where none does."""
+        """The outermost module that holds this one; itself where none does."""
+        if module not in self._seen:
+            self.look()
         root, climbed = module, {id(module)}
-        while (parent := self._parents.get(root)) is not None:
-            above = parent()
+        while (holder := self._holder.get(root)) is not None:
+            above = holder()
             if above is None or id(above) in climbed or not _holds(above, root):
                 break
             root = above
@@ -42,19 +32,28 @@ class Family:
 
     def roots(self) -> list[nn.Module]:
         """Every living model with parameters, whether it ever runs or not."""
-        roots = [self.root_of(module) for module in list(self._holders)]
-        return list({id(root): root for root in roots}.values())
+        self.look()
+        roots = {id(root): root for root in map(self.root_of, list(self._seen.keys()))}
+        return [root for root in roots.values() if any(True for _ in root.parameters())]
 
-    def _registered(self, parent: nn.Module, name: str, child: Any) -> None:
-        if isinstance(child, nn.Module):
-            self._parents[child] = weakref.ref(parent)
+    def look(self) -> None:
+        """See all modules that live now, and who holds whom; of several the one with the most."""
+        living = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
+        self._holder.clear()
+        for module in living:
+            self._seen[module] = True
+            for child in vars(module).get("_modules", {}).values():
+                if child is None:
+                    continue
+                known = self._holder.get(child)
+                other = known() if known is not None else None
+                if other is None or _size(other) < _size(module):
+                    self._holder[child] = weakref.ref(module)
 
-    def _has_parameter(self, module: nn.Module, name: str, parameter: Any) -> None:
-        self._holders.add(module)
-        if self._on_first is not None:
-            on_first, self._on_first = self._on_first, None
-            on_first()
+
+def _holds(holder: nn.Module, child: nn.Module) -> bool:
+    return any(each is child for each in holder._modules.values())
 
 
-def _holds(parent: nn.Module, child: nn.Module) -> bool:
-    return any(each is child for each in parent._modules.values())
+def _size(module: nn.Module) -> int:
+    return sum(1 for _ in module.parameters())

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import wraps
 from types import FrameType
 from typing import Any, TypeVar
-from weakref import WeakSet
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules import module as nn_module
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from fa_advisor.assemble import assemble
-from fa_advisor.attribution.ledger import Ledger, StepLog, cublas_workspace_bytes
+from fa_advisor.attribution.ledger import Ledger, cublas_workspace_bytes
+from fa_advisor.following.account import StepFacts, facts_of, report_of
+from fa_advisor.following.boundaries import Boundaries
 from fa_advisor.following.family import Family
 from fa_advisor.following.patches import Patches
 from fa_advisor.following.schedule import Kind, wanted
@@ -26,25 +25,12 @@ from fa_advisor.following.wording import which_step
 from fa_advisor.gpu_ledger import GpuLedger
 from fa_advisor.probes.device import advise_for
 from fa_advisor.probes.events import Event
-from fa_advisor.probes.opstream import OpStream, torch_version
-from fa_advisor.probes.watch import Call, Watch
-from fa_advisor.recording import target_of
-from fa_advisor.records import DeviceSpec, PatchOutcome, TargetSpec
+from fa_advisor.probes.opstream import OpStream
+from fa_advisor.probes.watch import Watch, keywords
+from fa_advisor.records import DeviceSpec
 from fa_advisor.report import Report
-from fa_advisor.target.geometry import max_positions
 
 F = TypeVar("F", bound=Callable[..., Any])
-
-
-@dataclass(frozen=True)
-class StepFacts:
-    """What of a step isn't in its log, kept as it was when the step ended."""
-
-    number: int
-    target: TargetSpec
-    max_positions: int | None
-    elsewhere_bytes: int  # of parameters and optimizer state on another kind of device
-    patch: PatchOutcome | None
 
 
 def _guarded(method: F) -> F:
@@ -57,6 +43,7 @@ def _guarded(method: F) -> F:
         except Exception as error:
             self.fault = error
             self.abandon()
+            self._stop_recording()
 
     return guarded  # type: ignore[return-value]
 
@@ -86,38 +73,41 @@ class Follower:
         self._patches = patches
         self._on_limit = on_limit
         self._on_pause = on_pause
-        self._family = Family(lambda: None)
-        self._watch: Watch | None = None  # stays, for its names, when following is over
+        self._family = Family()
         self._live = False
+        self._watch: Watch  # these four from the first call on
         self._ledger: Ledger | GpuLedger | None = None
-        self._gpu_ledger: GpuLedger | None = None
-        self._device: DeviceSpec | None = None
+        self._device: DeviceSpec
+        self._steps: Boundaries
+        self._followed: dict[Kind, int] = {}
         self._cuda_index: int | None = None
+        self._gpu_ledger: GpuLedger | None = None
         self._notes: tuple[str, ...] = ()
-        self._optimizers: WeakSet[Any] = WeakSet()
-        self._done: dict[Kind, int] = {"train": 0, "infer": 0}
-        self._followed: dict[Kind, int] = {"train": 0, "infer": 0}
-        self._between = True  # two steps; else in the middle of one
-        self._training = False  # a graph has been begun since the last step ended
-        self._graphs = 0  # forwards that made one, while none had a backward
         self._mark = 0
         self._waiting: list[Any] = []
         if limit != 0 or patches is not None:
-            self._waiting = [
-                nn_module.register_module_forward_pre_hook(self._first_call),
-                register_optimizer_step_pre_hook(self._first_step),
-            ]
+            self._wait()
 
     # -- beginning -----------------------------------------------------------------------------
 
+    def _wait(self) -> None:
+        self._waiting = [
+            nn_module.register_module_forward_pre_hook(self._first_call),
+            register_optimizer_step_pre_hook(self._first_step),
+        ]
+
+    def _wait_no_more(self) -> None:
+        for handle in self._waiting:
+            handle.remove()
+        self._waiting = []
+
     @_guarded
     def _first_call(self, module: nn.Module, args: Any) -> None:
-        if _without_parameters(module) or (self._patches is not None and self._patches.busy):
+        if self._is_none_of_a_script(module):
             return
         if self._patches is not None:
-            self._patches.apply(self._family.root_of(module))
+            self._patches.apply(self._family.root_of(module), (args, keywords()))
         if self._limit != 0 and self._begin(_device_of(module)):
-            assert self._watch is not None
             self._watch.add_model(self._family.root_of(module))
             self._know_all()
             self._watch.scopes.enter(module, args)
@@ -125,56 +115,50 @@ class Follower:
     @_guarded
     def _first_step(self, optimizer: Optimizer, *_: Any) -> None:
         """A training without modules: parameters and functions alone."""
-        if self._limit == 0:
-            return
         groups = optimizer.param_groups
         device = next((p.device for group in groups for p in group["params"]), None)
-        if device is not None and self._begin(device):
+        if self._limit != 0 and device is not None and self._begin(device):
             self._know_all()
 
     def _begin(self, device: torch.device) -> bool:
         if _get_current_dispatch_mode_stack():
             return False  # in a block of somebody's, whose end would take our mode for its own
-        for handle in self._waiting:
-            handle.remove()
-        self._waiting = []
+        self._wait_no_more()
         cuda = device.type == "cuda"
-        index = device.index or 0 if cuda else None
-        self._cuda_index = index
-        self._device, note = advise_for(self._gpu, index or 0)
+        self._cuda_index = (device.index or 0) if cuda else None
+        self._device, note = advise_for(self._gpu, self._cuda_index or 0)
         self._notes = (note,) if note else ()
+        index = self._cuda_index
         gpu = GpuLedger(index, self._device, warmup=True) if index is not None else None
-        if gpu is not None:
-            gpu.__enter__()
-        self._gpu_ledger = gpu
+        self._gpu_ledger = gpu.__enter__() if gpu is not None else None
         self._ledger = gpu or Ledger(
             modelled=True,
             total_memory_bytes=self._device.total_memory_bytes,
             workspace_bytes=cublas_workspace_bytes(self._device),
             warmup=True,
         )
-        watch = Watch(
+        self._steps = Boundaries(_an_optimizer_lives)
+        self._followed = {"train": 0, "infer": 0}
+        self._watch = Watch(
             self._feed,
             self._device,
             device_type="cuda" if cuda else "cpu",
             stamp=gpu.stamp if gpu is not None else None,
         )
-        watch.on_end = gpu.end_step if gpu is not None else None
-        watch.scopes.root_of = self._family.root_of
-        watch.on_enter, watch.on_leave = self._enters, self._leaves
-        watch.on_step = self._optimizer_stepped
-        watch.__enter__()
-        self._watch, self._live = watch, True
+        self._watch.on_end = gpu.end_step if gpu is not None else None
+        self._watch.scopes.root_of = self._family.root_of
+        self._watch.on_enter = self._enters
+        self._watch.on_leave = self._leaves
+        self._watch.on_step = self._optimizer_stepped
+        self._watch.__enter__()
+        self._live = True
         return True
 
     def _know_all(self) -> None:
         """Every living model is in memory, whether it runs or not."""
-        watch, ledger = self._watch, self._ledger
-        if watch is not None and ledger is not None:
-            for root in self._family.roots():
-                watch.add_model(root)
-            watch.stream.flush()
-            ledger.begin_step()
+        for root in self._family.roots():
+            self._watch.add_model(root)
+        self._begin_step()
 
     def _feed(self, events: list[Event]) -> None:
         assert self._ledger is not None
@@ -192,160 +176,123 @@ class Follower:
     # -- the script's steps ---------------------------------------------------------------------
 
     @_guarded
-    def _enters(self, model: nn.Module) -> None:
-        watch = self._watch
-        if watch is None or not self._live or _without_parameters(model):
+    def _enters(self, model: nn.Module, args: Any) -> None:
+        if not self._live or self._is_none_of_a_script(model):
             return
+        watch, steps = self._watch, self._steps
         if self._patches is not None:
-            if self._patches.busy:
-                return
-            self._patch(watch, self._family.root_of(model))
+            self._patch(self._patches, self._family.root_of(model), (args, keywords()))
         if self._cuda_index is None and _device_of(model).type == "cuda":
-            self._start_again(model)
+            self._leave()  # what ran on the CPU was a rehearsal: the model has moved since
+            self._wait()
             return
-        graph = torch.is_grad_enabled() and (watch.trained or self._graphs < _GRAPHS)
-        if self._between:
-            self._choose("train" if graph else "infer")
-        self._between = False
-        self._training = self._training or graph
+        if steps.by_hand(watch.gradients) and not self._step_ends("train"):
+            return
+        between = steps.between
+        kind = steps.begins(graph=torch.is_grad_enabled(), trained=watch.trained)
+        if between:
+            self._choose(kind)
 
     @_guarded
     def _leaves(self, model: nn.Module) -> None:
-        watch = self._watch
-        if watch is None or not self._live or _without_parameters(model):
+        if not self._live or self._is_none_of_a_script(model):
             return
-        if self._patches is not None and self._patches.busy:
-            return
-        if torch.is_grad_enabled() and not watch.trained:
-            self._graphs += 1
-            if self._graphs >= _GRAPHS:  # it infers, and doesn't mind that graphs are made
-                self._training = False
-        if not self._training:
+        graph, trained = torch.is_grad_enabled(), self._watch.trained
+        if self._steps.forward_ends(graph=graph, trained=trained):
             self._step_ends("infer")
 
     @_guarded
     def _optimizer_stepped(self) -> None:
-        self._step_ends("train")
+        if self._live:
+            self._steps.optimizer_stepped()
+            self._step_ends("train")
 
-    def _step_ends(self, kind: Kind) -> None:
-        watch = self._watch
-        if watch is None or not self._live:
-            return
-        self._between, self._training = True, False
-        self._done[kind] += 1
+    def _step_ends(self, kind: Kind) -> bool:
+        """Whether there is anything to follow yet."""
+        watch, steps = self._watch, self._steps
+        steps.ended(kind)
         if not watch.paused:
             watch.look_again()
-            watch.end_step(kind, self._facts(kind))
+            watch.end_step(kind, self._facts(steps.done[kind], kind))
             self._followed[kind] += 1
         watch.calls.clear()
         self._mark = watch.scopes.forget_steps_before(self._mark)
-        if self._limit is not None and self._is_over(kind):
-            self._stop()
+        if self._limit is not None and steps.over(kind, self._limit):
+            self._leave()
+            if self._patches is not None:  # the models that are still to come
+                self._waiting = [nn_module.register_module_forward_pre_hook(self._first_call)]
+                self._limit = 0
             self._on_limit()
-        else:
-            self._choose(kind)
-
-    def _is_over(self, kind: Kind) -> bool:
-        if self._done[kind] < (self._limit or 0):
             return False
-        # Forwards without a backward before a training's first step are no steps of it.
-        return kind == "train" or not (self._done["train"] or _an_optimizer_lives())
+        self._choose(kind)
+        return True
 
     def _choose(self, kind: Kind) -> None:
-        """Follow the next step from here on, or don't."""
-        watch, ledger = self._watch, self._ledger
-        assert watch is not None and ledger is not None
-        # A limit is on trainings' steps where there are any: what else runs is followed until then.
-        over = self._limit is None and not wanted(kind, self._done[kind] + 1, None)
-        if over and not watch.paused:
-            watch.pause()
-            if self._gpu_ledger is not None:
-                self._gpu_ledger.pause()
-        elif not over and watch.paused:
+        """Follow the next step from here on, or don't. With a limit, everything until then."""
+        watch = self._watch
+        follow = self._limit is not None or wanted(kind, self._steps.done[kind] + 1)
+        if watch.paused and follow:
             if self._gpu_ledger is not None:
                 self._gpu_ledger.resume()
             watch.resume()
-            watch.stream.flush()
-            ledger.begin_step()
-
-    def _start_again(self, model: nn.Module) -> None:
-        """What ran on the CPU was a rehearsal: the model has moved to the GPU since."""
-        assert self._watch is not None
-        self._live = False
-        self._watch.__exit__(None, None, None)
-        self._stop_recording()
-        self._done = {"train": 0, "infer": 0}
-        self._followed = {"train": 0, "infer": 0}
-        self._waiting = [
-            nn_module.register_module_forward_pre_hook(self._first_call),
-            register_optimizer_step_pre_hook(self._first_step),
-        ]
-
-    def _patch(self, watch: Watch, root: nn.Module) -> None:
-        patches = self._patches
-        if patches is None or patches.knows(root):
-            return
-        seeing = not watch.paused
-        if seeing:
+            self._begin_step()
+        elif not watch.paused and not follow:
             watch.pause()
-        patches.apply(root)
-        if seeing:
-            watch.resume()
+            if self._gpu_ledger is not None:
+                self._gpu_ledger.pause()
 
-    def _facts(self, kind: Kind | None) -> StepFacts:
-        """`kind`: of the step that has ended; None for one that is cut short."""
-        watch = self._watch
-        assert watch is not None
-        call = max(watch.calls.values(), key=_operators, default=None)
-        called = call.model if call is not None else None
-        model = self._family.root_of(called) if called is not None else None
-        training = kind == "train" or (kind is None and self._training)
-        target = target_of(model, call, "train" if training else "infer", self._path)
-        return StepFacts(
-            number=self._done[kind] if kind is not None else sum(self._done.values()) + 1,
-            target=target,
-            max_positions=max_positions(model) if model is not None else None,
-            elsewhere_bytes=self._elsewhere(watch),
-            patch=self._patches.outcome(model) if self._patches and model is not None else None,
+    def _begin_step(self) -> None:
+        assert self._ledger is not None
+        self._watch.stream.flush()
+        self._ledger.begin_step()
+
+    def _patch(self, patches: Patches, root: nn.Module, call: Any) -> None:
+        if patches.knows(root):
+            return
+        seeing = not self._watch.paused
+        if seeing:
+            self._watch.pause()
+        patches.apply(root, call)
+        if seeing:
+            self._watch.resume()
+
+    def _is_none_of_a_script(self, module: nn.Module) -> bool:
+        """A checkpoint's forward within a backward, the patcher's, a loss's, a transform's."""
+        return (
+            torch._C._current_graph_task_id() != -1
+            or (self._patches is not None and self._patches.busy)
+            or next(module.parameters(), None) is None
         )
 
-    def _elsewhere(self, watch: Watch) -> int:
-        kind = "cpu" if self._cuda_index is None else "cuda"
-        tensors: list[Tensor] = []
-        for root in watch.scopes.roots():
-            tensors += root.parameters()
-            tensors += root.buffers()
-        for optimizer in watch.optimizers():
-            for state in optimizer.state.values():
-                if isinstance(state, dict):
-                    tensors += [t for t in state.values() if isinstance(t, Tensor) and t.ndim]
-        others = {id(t): t.nbytes for t in tensors if t.device.type not in (kind, "meta")}
-        return sum(others.values())
+    def _facts(self, number: int, kind: Kind) -> StepFacts:
+        calls = self._watch.calls.values()
+        call = max(calls, key=lambda each: each.operators, default=None)
+        called = call.model if call is not None else None
+        root = self._family.root_of(called) if called is not None else None
+        return facts_of(
+            self._watch,
+            root,
+            call,
+            number=number,
+            mode=kind,
+            path=self._path,
+            kind_of_device="cpu" if self._cuda_index is None else "cuda",
+            patch=self._patches.outcome(root) if self._patches and root is not None else None,
+        )
 
     # -- ending --------------------------------------------------------------------------------
 
-    def _stop(self) -> None:
-        """The script goes on by itself; with `--patch`, its later models are patched still."""
-        assert self._watch is not None
+    def _leave(self) -> None:
         self._live = False
         self._watch.__exit__(None, None, None)
         self._stop_recording()
-        if self._patches is None:
-            self._family.close()
-            return
-        self._limit = 0
-        self._waiting = [nn_module.register_module_forward_pre_hook(self._first_call)]
 
     def abandon(self) -> None:
         """See nothing more: in a forked child, or where we have failed."""
-        for handle in self._waiting:
-            handle.remove()
-        self._waiting = []
-        self._family.close()
-        self._live = False
-        if self._watch is not None:
+        self._wait_no_more()
+        if self._live:
+            self._live = False
             self._watch.abandon()
-        self._stop_recording()
 
     def _stop_recording(self) -> None:
         if self._gpu_ledger is not None:
@@ -356,69 +303,28 @@ class Follower:
 
         `cut_short`: what ended the script, where that wasn't its own end.
         """
-        for handle in self._waiting:
-            handle.remove()
-        watch, ledger = self._watch, self._ledger
-        if watch is None or ledger is None or self.fault is not None:
+        if not (self._patches is not None and self._limit == 0):
+            self._wait_no_more()
+        ledger = self._ledger
+        if ledger is None or self.fault is not None:
             return None
         if self._live:
-            watch.stream.flush()
-            if not watch.paused and not self._between:
-                ledger.end_step("", self._facts(None))
-            self._live = False
-            watch.__exit__(None, None, None)
-            self._stop_recording()
+            steps = self._steps
+            self._watch.stream.flush()
+            if not self._watch.paused and not steps.between:
+                kind: Kind = "train" if steps.training else "infer"
+                ledger.end_step("", self._facts(sum(steps.done.values()) + 1, kind))
+            self._leave()
+        ledger.begin_step()  # the last that ended may be waiting to be taken in
         step = ledger.best
         if step is None or not isinstance(step.about, StepFacts):
             return None
-        return self._report(step, step.about, watch, cut_short)
-
-    def _report(self, step: StepLog, facts: StepFacts, watch: Watch, cut_short: str) -> Report:
-        assert self._device is not None
-        return assemble(
-            step=step,
-            types=watch.scopes.types,
-            device=self._device,
-            target=facts.target,
-            torch_version=torch_version(),
-            measured=self._gpu_ledger.measured() if self._gpu_ledger is not None else None,
-            max_positions=facts.max_positions,
-            notes=(
-                which_step(step.kind, facts.number, self._done, self._followed, cut_short),
-                *self._unseen(facts, watch),
-                *self._notes,
-                *(self._gpu_ledger.notes if self._gpu_ledger is not None else ()),
-            ),
-            patch=facts.patch,
+        which = which_step(
+            step.kind, step.about.number, self._steps.done, self._followed, cut_short
         )
-
-    def _unseen(self, facts: StepFacts, watch: Watch) -> list[str]:
-        """What the report can't show, in words."""
-        notes = []
-        if facts.elsewhere_bytes:
-            where = "the GPU" if self._cuda_index is None else "the host"
-            notes.append(
-                f"{facts.elsewhere_bytes:,} bytes of parameters, buffers and optimizer state are"
-                f" on {where}, and not in this report"
-            )
-        if watch.scopes.calls_elsewhere:
-            notes.append(
-                f"{watch.scopes.calls_elsewhere:,} calls of modules in other threads were not"
-                " followed: what they made is missing"
-            )
-        return notes
-
-
-# So many forwards that make a graph, none of which has a backward, are an inference's.
-_GRAPHS = 3
-
-
-def _operators(call: Call) -> int:
-    return call.operators
-
-
-def _without_parameters(module: nn.Module) -> bool:
-    return next(module.parameters(), None) is None
+        return report_of(
+            step, step.about, self._watch, self._device, self._gpu_ledger, (which, *self._notes)
+        )
 
 
 def _device_of(module: nn.Module) -> torch.device:

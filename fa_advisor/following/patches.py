@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import nn
@@ -12,6 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from fa_advisor.errors import FaAdvisorError
 from fa_advisor.patching import patch
 from fa_advisor.records import PatchOutcome
+
+Call = tuple[Any, Any]  # arguments and keyword arguments
 
 
 class Patches:
@@ -30,8 +34,11 @@ class Patches:
         """What the patch did, for a report; `None` where it did nothing."""
         return self._outcomes.get(model)
 
-    def apply(self, model: nn.Module) -> None:
-        """Patch the model, unless that has been tried."""
+    def apply(self, model: nn.Module, call: Call) -> None:
+        """Patch the model, unless that has been tried. `call`: how the script calls it.
+
+        Made-up inputs come first, because they are small; the script's own where those fail.
+        """
         if self.busy or self.knows(model):
             return
         name = type(model).__name__
@@ -39,7 +46,10 @@ class Patches:
         self.busy = True
         try:
             inner = model.module if isinstance(model, DistributedDataParallel) else model
-            handle = patch(inner)
+            try:
+                handle = patch(inner)
+            except FaAdvisorError:
+                handle = patch(inner, example=_as_example(inner, call))
         except FaAdvisorError as error:
             hint = f" ({error.hint})" if error.hint else ""
             self._tell(f"not patched: {name}: {error.message}{hint}")
@@ -51,6 +61,13 @@ class Patches:
                        f" of {name}" + _refusals(handle.report))  # fmt: skip
         finally:
             self.busy = False
+
+
+def _as_example(model: nn.Module, call: Call) -> Any:
+    args, kwargs = call
+    if args and kwargs:
+        return dict(inspect.signature(model.forward).bind(*args, **kwargs).arguments)
+    return kwargs or args
 
 
 def _refusals(outcome: PatchOutcome) -> str:

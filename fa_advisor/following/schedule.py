@@ -11,11 +11,6 @@ Kind = Literal["train", "infer"]
 AT_FIRST: dict[Kind, int] = {"train": 16, "infer": 1024}
 
 
-def wanted(kind: Kind, number: int, limit: int | None) -> bool:
-    """Whether the `number`-th step of a kind is followed, counted from 1.
-
-    `limit`: all of the first so many, and no other.
-    """
-    if limit is not None:
-        return number <= limit
+def wanted(kind: Kind, number: int) -> bool:
+    """Whether the `number`-th step of a kind is followed, counted from 1."""
     return number <= AT_FIRST[kind] or number & (number - 1) == 0

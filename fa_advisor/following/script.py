@@ -15,8 +15,15 @@ from typing import Any
 
 from fa_advisor.errors import UsageError
 
-# Between a user's call and what it raises stand, because of us, our own frames and these.
-_BETWEEN = ("torch._ops", "torch.utils._stats", "torch.utils._python_dispatch")
+# Between a user's call and what it raises stand, because of us, our own frames and, next to them,
+# those of torch that lead to a dispatch mode and away from it.
+_BESIDE = (
+    "torch._compile",
+    "torch._dynamo.eval_frame",
+    "torch._ops",
+    "torch.utils._python_dispatch",
+    "torch.utils._stats",
+)
 
 
 @dataclass(frozen=True)
@@ -160,6 +167,8 @@ def _show_without_us(error: BaseException, code: CodeType | None) -> None:
 
 
 def _the_scripts(trace: TracebackType | None, code: CodeType | None) -> TracebackType | None:
+    if code is None:  # it doesn't compile: what there is to show is in the message
+        return None
     frames = []
     while trace is not None:
         frames.append(trace)
@@ -167,15 +176,13 @@ def _the_scripts(trace: TracebackType | None, code: CodeType | None) -> Tracebac
     starts = [i for i, each in enumerate(frames) if each.tb_frame.f_code is code]
     if starts:
         frames = frames[starts[0] :]
-    kept: list[TracebackType] = []
-    ours = False  # since the last frame that Python would have shown too
-    for each in frames:
-        name = str(each.tb_frame.f_globals.get("__name__", ""))
-        if name == "fa_advisor" or name.startswith("fa_advisor."):
-            ours = True
-        elif not (ours and name in _BETWEEN):
-            ours = False
-            kept.append(each)
+    names = [str(each.tb_frame.f_globals.get("__name__", "")) for each in frames]
+    ours = [name == "fa_advisor" or name.startswith("fa_advisor.") for name in names]
+    for order in (range(1, len(names)), range(len(names) - 2, -1, -1)):
+        for i in order:
+            beside = ours[i - order.step]
+            ours[i] = ours[i] or (beside and names[i] in _BESIDE)
+    kept = [each for each, drop in zip(frames, ours, strict=True) if not drop]
     rebuilt: TracebackType | None = None
     for each in reversed(kept):
         rebuilt = TracebackType(rebuilt, each.tb_frame, each.tb_lasti, each.tb_lineno)

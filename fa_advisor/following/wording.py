@@ -20,12 +20,12 @@ def which_step(
     sort: Kind = "train" if kind == "train" else "infer"
     name, total, seen = _STEP[kind], done[sort], followed[sort]
     if total == 1:
-        first = ", in which the optimizer makes its state" if kind == "train" else ""
-        return f"this is the only {name} there was{first}"
+        first = ": its peak may be below the next's, which finds optimizer state there already"
+        return f"this is the only {name} there was" + (first if kind == "train" else "")
     among = f"all {total:,}" if seen == total else f"the {seen:,} that were followed of {total:,}"
     if kind == "train":
         return (
-            f"this is {name} {number:,}: the highest peak among {among}, the first left out,"
-            " in which the optimizer makes its state"
+            f"this is {name} {number:,}: the highest peak among {among}, the first left out"
+            " (optimizers make their state in it)"
         )
     return f"this is {name} {number:,}: the highest peak among {among}"
