@@ -19,10 +19,11 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils._pytree import tree_map
 
 from fa_advisor.probes.events import Code, Event, Kind, Op, Phase, Scope
+from fa_advisor.probes.in_place import NAMES as MAY_BE_IN_PLACE
+from fa_advisor.probes.in_place import owned_by_the_engine, unwatched
 from fa_advisor.probes.lines import in_checkpoint, user_line
 from fa_advisor.probes.operators import classify
 from fa_advisor.probes.scopes import Scopes
-from fa_advisor.probes.sums import operand_to_add_into, owned_by_the_engine
 
 # Events are handed on in batches: the hot path only appends. Small ones, so that an event is gone
 # before Python's garbage collector would count it among what lasts.
@@ -156,10 +157,10 @@ class OpStream(TorchDispatchMode):
         self.number += 1
         stamp(f"{self.number} {op.name}")
         try:
-            if op.name == "add" and not kwargs and _current_node() is not None:
-                kept = None if torch.is_grad_enabled() else operand_to_add_into(args)
-                if kept is not None:
-                    return torch.ops.aten.add_.Tensor(args[kept], args[1 - kept])
+            if op.name in MAY_BE_IN_PLACE and not kwargs and not torch.is_grad_enabled():
+                node = _current_node()
+                if node is not None:
+                    func = unwatched(func, node, args)
             return func(*args, **kwargs) if kwargs else func(*args)
         except torch.OutOfMemoryError:
             self._record_failure(op, func, args, kwargs or {})
