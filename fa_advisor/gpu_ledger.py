@@ -27,6 +27,8 @@ from fa_advisor.records import AllocatorState, DeviceSpec
 
 # A loop without an optimizer has no steps: the log is cut after so many changes.
 LONGEST_STEP = 200_000
+# Events are read when their step has ended and its peak is known; of more than so many, before.
+LONGEST_UNREAD = 50_000
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,7 @@ class GpuLedger:
         self._ledger = Ledger(modelled=False, closes=False)
         self._joiner = Joiner(workspace_bytes=cublas_workspace_bytes(device), ours=LIBRARY)
         self._allocations: Allocations | None = None
+        self._unread: list[Event] = []
         self._kept = Kept(warmup=warmup)
         self._stats: CudaPeaks | None = None
         self._peaks = [0, 0]  # allocated and reserved
@@ -89,9 +92,19 @@ class GpuLedger:
 
     def feed(self, events: list[Event]) -> None:
         """Take in the stream's events."""
+        self._unread += events
+        if len(self._unread) > LONGEST_UNREAD:
+            self._read()
+            if self._ledger.entries > LONGEST_STEP:
+                self.end_step()
+
+    def _read(self) -> None:
+        events, self._unread = self._unread, []
         self._ledger.feed(events)
-        if self._ledger.entries > LONGEST_STEP:
-            self.end_step()
+
+    def _take_step(self) -> StepLog:
+        self._read()
+        return self._ledger.take_step()
 
     def pause(self) -> None:
         """Record nothing, until `resume`: what happens in between is not looked at."""
@@ -114,26 +127,28 @@ class GpuLedger:
     def start_measuring(self) -> None:
         """Forget the steps so far (warm-up); who owns what is alive stays known."""
         torch.cuda.synchronize(self.index)
-        self._join(self._ledger.take_step())
+        self._join(self._take_step())
         self._kept.forget()
         self._peaks = [0, 0]
         self._forget_peaks()
 
     def begin_step(self) -> None:
         """Forget what was seen since the last step ended; who owns what is alive stays known."""
-        self._join(self._ledger.take_step())
+        self._join(self._take_step())
 
     def end_step(self, kind: str = "", about: object = None) -> None:
         """A step has ended, and every event of it been fed: `kind` and `about` are its log's."""
         before = self._peaks[0]
         self.bank_peaks()
-        step = self._ledger.take_step()
         if self._peaks[0] <= before and not self._kept.is_due(kind):
+            events, self._unread = self._unread, []
+            self._ledger.skim(events)
+            self._ledger.begin_step()
             self._kept.pass_over(kind)
             if self._allocations is not None:
                 self._allocations.skip()
             return
-        step = self._join(step)
+        step = self._join(self._take_step())
         step.kind, step.about = kind, about
         self._kept.offer(step)
 
@@ -142,7 +157,7 @@ class GpuLedger:
         tell. `sids`: the storages that the operator was about to make (`OpStream.failed`)."""
         if self._allocations is None:
             return None
-        seen = self._ledger.take_step()
+        seen = self._take_step()
         cut = self._allocations.cut()
         self._cut = cut if self._keep_trace else None
         trace = _trace(cut)

@@ -11,13 +11,16 @@ import sys
 import weakref
 from collections.abc import Callable
 from enum import Enum
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C._dynamo import eval_frame as dynamo
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_map
 
+from fa_advisor.probes.collector import Allowance
 from fa_advisor.probes.events import Code, Event, Kind, Op, Phase, Scope
 from fa_advisor.probes.in_place import NAMES as MAY_BE_IN_PLACE
 from fa_advisor.probes.in_place import owned_by_the_engine, unwatched
@@ -28,12 +31,15 @@ from fa_advisor.probes.scopes import Scopes
 # Events are handed on in batches: the hot path only appends. Small ones, so that an event is gone
 # before Python's garbage collector would count it among what lasts.
 BATCH = 128
+# That Python's garbage collector counts and that an operator leaves in the events and the ledger.
+OBJECTS = 6
 
 _CompositeImplicit = torch._C.DispatchKey.CompositeImplicitAutograd
 _PYTHON_KEYS = (torch._C.DispatchKey.Python, torch._C.DispatchKey.PythonTLSSnapshot)
 # Composite for other devices; the CPU's and CUDA's own kernels run them whole.
 _WHOLE = frozenset(("aten::silu_backward", "aten::mish_backward", "aten::native_channel_shuffle"))
 _current_node: Callable[[], Any] = torch._C._current_autograd_node
+_PLAIN = frozenset((Tensor, torch.nn.Parameter))
 _DTYPES: dict[torch.dtype, str] = {}
 
 
@@ -55,6 +61,18 @@ def _learn_type(cls: type) -> _Sort:
         sort = _Sort.SEQUENCE if cls in (list, tuple) else _Sort.OTHER
     _SORTS[cls] = sort
     return sort
+
+
+class _Known(NamedTuple):
+    """What is decided once per operator. `call`: `func` without its wrapping in Python."""
+
+    op: Op
+    recorded: bool
+    composite: bool
+    call: Any
+    may_be_in_place: bool
+    has_scalars: bool
+    func: Any
 
 
 class _Ref(weakref.ref[Any]):
@@ -88,6 +106,12 @@ class OpStream(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Dynamo traces nothing in here; but torch's own way of saying so puts two Python functions
+        before every operator."""
+        return False
+
     def __init__(
         self,
         sink: Callable[[list[Event]], None],
@@ -108,7 +132,8 @@ class OpStream(TorchDispatchMode):
         self.failed: Failed | None = None  # the last operator that found no memory
         self.number = 0  # of the last operator that began, where allocations are stamped
         # By id: an OpOverload's own hash is computed in Python. The entry keeps the id alive.
-        self._ops: dict[int, tuple[Op, bool, bool, Any]] = {}
+        self._ops: dict[int, _Known] = {}
+        self._is_here = None if device_type is None else attrgetter(f"is_{device_type}")
         self._refs: dict[int, _Ref] = {}
         self._next_sid = 0
         self._events: list[Event] = []
@@ -116,6 +141,8 @@ class OpStream(TorchDispatchMode):
         self.phase = Phase.FORWARD
         self.muted = False
         self.op_count = 0
+        self._step_began = 0  # at this op_count
+        self._allowance = Allowance()
         self.overrides: dict[Any, Callable[..., Any]] = {}
 
     # -- the hot path -----------------------------------------------------------------------
@@ -123,45 +150,58 @@ class OpStream(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        tracing = dynamo.set_eval_frame(None)
+        try:
+            return self._dispatch(func, types, args, kwargs)
+        finally:
+            if tracing is not None:
+                dynamo.set_eval_frame(tracing)
+
+    def _dispatch(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         if self.muted:
             return func(*args, **(kwargs or {}))
-        known = self._ops.get(id(func))
-        op, recorded, composite, _ = known or self._learn(func)
+        known = self._ops.get(id(func)) or self._learn(func)
+        op, recorded, composite, call, _, _, _ = known
         if types and not self._all_plain(types):
             return NotImplemented  # a wrapper subclass: its inner ops come by on their own
         if composite:
             return self._decompose(func, args, kwargs)
         execute = self._execute
-        if self._stamp is not None:
-            out = self._run_stamped(self._stamp, op, func, args, kwargs)
+        if self._stamp is not None and recorded:
+            out = self._run_stamped(self._stamp, known, args, kwargs)
         elif execute is not None:
             out = execute(func, types, args, kwargs or {})
         elif kwargs:
-            out = func(*args, **kwargs)
+            out = call(*args, **kwargs)
         else:
-            out = func(*args)
+            out = call(*args)
         if not recorded:  # views have no storage of their own
-            if self._stamp is not None and self.phase is Phase.FORWARD:
-                self._mark_line(user_line(sys._getframe(1)))
-        else:
-            if self.phase is not Phase.OPTIMIZER:
-                self._record(op, args, kwargs, out)
-            elif not op.writes:
-                self._record_update(op, out)
+            if (
+                self._stamp is not None
+                and self.phase is Phase.FORWARD
+                and torch.is_grad_enabled()
+                and _current_node() is None
+            ):
+                self._scopes.mark_line(user_line(sys._getframe(2)))
+        elif self.phase is not Phase.OPTIMIZER:
+            self._record(op, args, kwargs, out, known.has_scalars)
+        elif not op.writes:
+            self._record_update(op, out)
         return out
 
     def _run_stamped(
-        self, stamp: Callable[[str], None], op: Op, func: Any, args: Any, kwargs: Any
+        self, stamp: Callable[[str], None], known: _Known, args: Any, kwargs: Any
     ) -> Any:
         """Run an operator on the GPU; what it allocates carries its number."""
+        op, _, _, call, may_be_in_place, _, func = known
         self.number += 1
         stamp(f"{self.number} {op.name}")
         try:
-            if op.name in MAY_BE_IN_PLACE and not kwargs and not torch.is_grad_enabled():
+            if may_be_in_place and not kwargs and not torch.is_grad_enabled():
                 node = _current_node()
                 if node is not None:
-                    func = unwatched(func, node, args)
-            return func(*args, **kwargs) if kwargs else func(*args)
+                    call = unwatched(func, node, args)
+            return call(*args, **kwargs) if kwargs else call(*args)
         except torch.OutOfMemoryError:
             self._record_failure(op, func, args, kwargs or {})
             raise
@@ -188,12 +228,7 @@ class OpStream(TorchDispatchMode):
         self._events.append((0, op, scope, phase, source, inputs, outputs, extra, self.number))
         self._events += [(1, sid) for sid, *_ in outputs]  # they never came to be
 
-    def _mark_line(self, source: tuple[str, int] | None) -> None:
-        """Remember which line made the autograd node that this operator belongs to."""
-        if source is not None and _current_node() is None and torch.is_grad_enabled():
-            self._scopes.mark_line(source)
-
-    def _record(self, op: Op, args: Any, kwargs: Any, out: Any) -> None:
+    def _record(self, op: Op, args: Any, kwargs: Any, out: Any, has_scalars: bool) -> None:
         inputs: list[tuple[int, Any]] = []
         self._inputs_in(args, inputs)
         if kwargs:
@@ -206,31 +241,32 @@ class OpStream(TorchDispatchMode):
             for item in out:
                 if isinstance(item, Tensor):
                     made = self._output(item, outputs) or made
-        node = _current_node()
+        node, scopes, stamped = _current_node(), self._scopes, self._stamp is not None
+        source = None
         if node is None:
-            scope = self._scopes.current
+            scope = scopes.current
             phase: Phase = self.phase
-        elif self._scopes.depth > 0:
-            scope = self._scopes.current
+            if made:
+                source = user_line(sys._getframe(3))
+                if stamped and torch.is_grad_enabled():
+                    scopes.mark_line(source)
+        elif scopes.depth > 0 or (torch.is_grad_enabled() and in_checkpoint(sys._getframe(3))):
+            # A function's recomputation enters no module.
+            scope = scopes.current if scopes.depth > 0 else scopes.of_node(node)
             phase = Phase.RECOMPUTE
-        elif torch.is_grad_enabled() and in_checkpoint(sys._getframe(2)):
-            scope = self._scopes.of_node(node)  # a function's recomputation enters no module
-            phase = Phase.RECOMPUTE
+            if made:
+                source = user_line(sys._getframe(3))
         else:
-            scope = self._scopes.of_node(node)
+            scope = scopes.of_node(node)
             phase = Phase.BACKWARD
-        source = user_line(sys._getframe(2)) if made and phase is not Phase.BACKWARD else None
-        if self._stamp is not None:
-            if phase is Phase.BACKWARD:
-                source = self._scopes.line_of_node(node)
-            elif source is not None:
-                self._mark_line(source)
-        extra = _extra(op, args) if op.kind in _WITH_SCALARS else None
+            if stamped:
+                source = scopes.line_of_node(node)
+        extra = _extra(op, args) if has_scalars else None
         events = self._events
-        if self._stamp is None:
-            events.append((0, op, scope, phase, source, inputs, outputs, extra))
-        else:
+        if stamped:
             events.append((0, op, scope, phase, source, inputs, outputs, extra, self.number))
+        else:
+            events.append((0, op, scope, phase, source, inputs, outputs, extra))
         self.op_count += 1
         if len(events) >= BATCH:
             self.flush()
@@ -257,8 +293,6 @@ class OpStream(TorchDispatchMode):
 
         A storage never seen before existed before the stream began.
         """
-        if self._device_type is not None and tensor.device.type != self._device_type:
-            return -1
         try:
             storage = tensor.untyped_storage()
         except (NotImplementedError, RuntimeError):  # sparse, or no storage of its own
@@ -266,6 +300,8 @@ class OpStream(TorchDispatchMode):
         ref = self._refs.get(storage._cdata)
         if ref is not None:
             return ref.sid
+        if self._is_here is not None and not self._is_here(tensor):
+            return -1
         if self.phase is Phase.OPTIMIZER and tensor.ndim == 0:
             return -1  # a scalar operand, which lives on the host
         nbytes = storage.nbytes()
@@ -275,20 +311,19 @@ class OpStream(TorchDispatchMode):
         return ref.sid
 
     def _inputs_in(self, values: Any, inputs: list[tuple[int, Any]]) -> None:
-        refs, everywhere = self._refs, self._device_type is None
+        refs = self._refs
         for value in values:
             sort = _SORTS.get(type(value))
             if sort is None:
                 sort = _learn_type(type(value))
             if sort is _Sort.TENSOR:
-                if everywhere:  # the common case of `sid`, without the call
-                    try:
-                        ref = refs.get(value.untyped_storage()._cdata)
-                    except (NotImplementedError, RuntimeError):
-                        continue
-                    if ref is not None:
-                        inputs.append((ref.sid, value.shape))
-                        continue
+                try:  # the common case of `sid`, without the call
+                    ref = refs.get(value.untyped_storage()._cdata)
+                except (NotImplementedError, RuntimeError):
+                    continue
+                if ref is not None:
+                    inputs.append((ref.sid, value.shape))
+                    continue
                 sid = self.sid(value)
                 if sid >= 0:
                     inputs.append((sid, value.shape))
@@ -296,8 +331,6 @@ class OpStream(TorchDispatchMode):
                 self._inputs_in(value, inputs)
 
     def _output(self, tensor: Tensor, outputs: list[tuple[int, Any, str, int]]) -> bool:
-        if self._device_type is not None and tensor.device.type != self._device_type:
-            return False
         try:
             storage = tensor.untyped_storage()
         except (NotImplementedError, RuntimeError):
@@ -305,6 +338,8 @@ class OpStream(TorchDispatchMode):
         nbytes = storage.nbytes()
         ref = self._refs.get(storage._cdata)
         if ref is None:
+            if self._is_here is not None and not self._is_here(tensor):
+                return False
             ref = self._number(storage, nbytes)
             outputs.append((ref.sid, tensor.shape, dtype_name(tensor.dtype), nbytes))
             return True
@@ -327,7 +362,7 @@ class OpStream(TorchDispatchMode):
         return ref
 
     def _locate(self, storage: Any, sid: int) -> None:
-        if self._stamp is not None and storage.device.type == self._device_type:
+        if self._stamp is not None:
             self._events.append((Code.BLOCK, sid, storage.data_ptr(), self.number))
 
     def died(self, ref: Any) -> None:
@@ -339,7 +374,7 @@ class OpStream(TorchDispatchMode):
 
     # -- once per operator or type ------------------------------------------------------------
 
-    def _learn(self, func: Any) -> tuple[Op, bool, bool, Any]:
+    def _learn(self, func: Any) -> _Known:
         op = classify(func)
         recorded = op.kind is not Kind.VIEW
         # In inference mode composite ops arrive undecomposed; take them apart as autograd would.
@@ -350,7 +385,15 @@ class OpStream(TorchDispatchMode):
             and torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), _CompositeImplicit)
             and func.name() not in _WHOLE
         )
-        known = self._ops[id(func)] = (op, recorded, composite, func)
+        known = self._ops[id(func)] = _Known(
+            op,
+            recorded,
+            composite,
+            func._op if type(func) is torch._ops.OpOverload else func,
+            op.name in MAY_BE_IN_PLACE,
+            op.kind in _WITH_SCALARS,
+            func,
+        )
         return known
 
     def _decompose(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -380,6 +423,7 @@ class OpStream(TorchDispatchMode):
     def begin(self) -> None:
         """See the operators of this thread from now on."""
         self.muted = False
+        self._allow()
         if self in _get_current_dispatch_mode_stack():
             self.revive()
         else:
@@ -392,6 +436,7 @@ class OpStream(TorchDispatchMode):
         `torch.inference_mode()`, which puts the dispatch keys back as it found them.
         """
         self.flush()
+        self._allowance.close()
         stack = _get_current_dispatch_mode_stack()
         nested = torch.is_inference_mode_enabled() or torch._C._current_graph_task_id() != -1
         if stack and stack[-1] is self and not nested:
@@ -411,6 +456,8 @@ class OpStream(TorchDispatchMode):
 
     def label(self, tensor: Tensor, label: str, fqn: str, *, triangular: bool = False) -> None:
         """Say what a tensor's storage is; wrapper subclasses are labelled by their parts."""
+        if type(tensor) in _PLAIN and self.labelled(tensor, label):
+            return
         for part in parts(tensor):
             sid = self.sid(part)
             if sid < 0:
@@ -441,6 +488,25 @@ class OpStream(TorchDispatchMode):
         events, self._events = self._events, []
         if events:
             self._sink(events)
+            self._allow()
+
+    def step_ends(self) -> None:
+        """What was kept of the step is let go."""
+        self._step_began = self.op_count
+        self._allow()
+
+    def _allow(self) -> None:
+        if not self.muted:
+            self._allowance.allow(OBJECTS * (self.op_count - self._step_began + BATCH))
+
+
+def _hide_from_dynamo(*functions: Callable[..., Any]) -> None:
+    skip = dynamo._FrameExecStrategy(dynamo._FrameAction.SKIP, dynamo._FrameAction.DEFAULT)
+    for function in functions:
+        dynamo.set_code_exec_strategy(function.__code__, skip)
+
+
+_hide_from_dynamo(OpStream.__torch_dispatch__, OpStream.died)
 
 
 def parts(tensor: Tensor) -> list[Tensor]:

@@ -125,8 +125,10 @@ class Scopes:
         at = bisect_right(self._numbers, node._sequence_nr()) - 1
         return self._boundary_scopes[at] if at >= 0 else NOWHERE
 
-    def mark_line(self, source: tuple[str, int]) -> None:
-        """The autograd node made last belongs to this line."""
+    def mark_line(self, source: tuple[str, int] | None) -> None:
+        """The autograd node made last belongs to this line, if there is one."""
+        if source is None:
+            return
         lines = self._lines
         lines[_sequence_number() - 1] = source
         if len(lines) > _MAX_BOUNDARIES:

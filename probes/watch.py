@@ -180,6 +180,7 @@ class Watch:
         else:
             self.stream.flush()
             self.on_end(kind, about)
+        self.stream.step_ends()
 
     def _add_parameter(self, parameter: nn.Parameter, fqn: str) -> None:
         self._seen_parameters[parameter] = fqn

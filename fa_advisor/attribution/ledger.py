@@ -29,6 +29,7 @@ def cublas_workspace_bytes(device: DeviceSpec) -> int:
 
 
 NOWHERE = Scope("", "", 0)
+_OF_STORAGES = frozenset((Code.FREE, Code.EXTERNAL, Code.RESIZE, Code.LABEL, Code.BLOCK))
 
 
 class Entry(NamedTuple):
@@ -186,6 +187,23 @@ class Ledger:
             last -= 1
         self._waiting = events[last:]
         self._consume(events, last)
+
+    def skim(self, events: list[Event]) -> None:
+        """Take in a whole step of which only what outlives it matters."""
+        self._drain()
+        dying = {event[1] for event in events if event[0] == Code.FREE}
+        known, lasting = set(self._storages), []
+        for event in events:
+            code = event[0]
+            if code == Code.OP:
+                made = [sid for sid, _, _, nbytes in event[6] if nbytes >= 0]
+                if dying.issuperset(made):
+                    continue
+                known.update(made)
+            elif code in _OF_STORAGES and event[1] in dying and event[1] not in known:
+                continue
+            lasting.append(event)
+        self._consume(lasting, len(lasting))
 
     def _drain(self) -> None:
         events, self._waiting = self._waiting, []
