@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fa_advisor.probes import dispatch
+from fa_advisor.probes.compiled import uncompiled
 from fa_advisor.probes.events import Code, Event, Phase
 from fa_advisor.probes.fake import FakeDevice, cuda_calls_as_cpu
 from fa_advisor.probes.lines import user_line
@@ -69,6 +70,7 @@ class Watch:
         self._cycle = Cycle()
         self._optimizers: WeakSet[Any] = WeakSet()
         self.paused = True
+        self.met_compiled = False  # what would have been compiled ran as it is
         self.trained = False  # a gradient has come, or an optimizer stepped
         self.gradients = 0  # how often one has come
         self.calls: dict[int, Call] = {}  # the first of each outermost model, by the model's id
@@ -109,6 +111,7 @@ class Watch:
         stack = self._watching
         try:
             stack.callback(self._remove_hooks)
+            stack.enter_context(uncompiled(self._met_compiled))
             stack.enter_context(dispatch.observed_by(self))
             stack.enter_context(_observed_resizes(self.stream))
             if self.fake is not None:
@@ -191,6 +194,9 @@ class Watch:
     def _add_buffer(self, buffer: Tensor, fqn: str) -> None:
         if not self.stream.labelled(buffer, "buffer"):
             self.stream.label(buffer, "buffer", fqn, triangular=is_triangular(buffer))
+
+    def _met_compiled(self) -> None:
+        self.met_compiled = True
 
     def _remove_hooks(self) -> None:
         for handle in self._hooks:

@@ -22,6 +22,7 @@ from fa_advisor.following.family import Family
 from fa_advisor.following.patches import Patches
 from fa_advisor.following.schedule import Kind, wanted
 from fa_advisor.following.wording import which_step
+from fa_advisor.probes.compiled import hush
 from fa_advisor.probes.cuda_peaks import CudaPeaks
 from fa_advisor.probes.device import advise_for
 from fa_advisor.probes.events import Event
@@ -90,6 +91,7 @@ class Follower:
     # -- beginning -----------------------------------------------------------------------------
 
     def _wait(self) -> None:
+        hush()
         self._waiting = [
             nn_module.register_module_forward_pre_hook(self._first_call),
             register_optimizer_step_pre_hook(self._first_step),
@@ -211,7 +213,9 @@ class Follower:
         self._mark = watch.scopes.forget_steps_before(self._mark)
         if self._limit is not None and steps.over(kind, self._limit):
             self._leave()
-            if self._patches is not None:  # the models that are still to come
+            if (
+                self._patches is not None and not watch.met_compiled
+            ):  # the models that are still to come
                 self._waiting = [nn_module.register_module_forward_pre_hook(self._first_call)]
                 self._limit = 0
             self._on_limit()
@@ -230,6 +234,8 @@ class Follower:
                 self._peaks.take()
         elif not watch.paused and not follow:
             watch.pause()
+            if watch.met_compiled:  # what is compiled now must neither see our hooks nor be again
+                self._leave()
 
     def _begin_step(self) -> None:
         assert self._ledger is not None
