@@ -43,7 +43,10 @@ def _guarded(method: F) -> F:
             method(self, *args)
         except Exception as error:
             self.fault = error
-            self.abandon()
+            try:
+                self._leave()
+            except Exception:
+                self.abandon()
 
     return guarded  # type: ignore[return-value]
 
@@ -83,6 +86,7 @@ class Follower:
         self._cuda_index: int | None = None
         self._peaks: CudaPeaks | None = None
         self._notes: tuple[str, ...] = ()
+        self._missed = 0  # the allocator's highest peak in steps that weren't followed
         self._mark = 0
         self._waiting: list[Any] = []
         if limit != 0 or patches is not None:
@@ -178,7 +182,7 @@ class Follower:
             self._patch(self._patches, self._family.root_of(model), (args, keywords()))
         if self._cuda_index is None and _device_of(model).type == "cuda":
             self._leave()  # what ran on the CPU was a rehearsal: the model has moved since
-            self._wait()
+            self._first_call(model, args)
             return
         if steps.by_hand(watch.gradients) and not self._step_ends("train"):
             return
@@ -198,7 +202,9 @@ class Follower:
     @_guarded
     def _optimizer_stepped(self) -> None:
         if self._live:
-            self._steps.optimizer_stepped()
+            surplus, self._watch.cycle.surplus = self._watch.cycle.surplus, 0
+            self._steps.optimizer_stepped(surplus)
+            self._followed["train"] -= surplus
             self._step_ends("train")
 
     def _step_ends(self, kind: Kind) -> bool:
@@ -230,12 +236,15 @@ class Follower:
         if watch.paused and follow:
             watch.resume()
             self._begin_step()
-            if self._peaks is not None:
-                self._peaks.take()
+            self._take_missed()
         elif not watch.paused and not follow:
             watch.pause()
             if watch.met_compiled:  # what is compiled now must neither see our hooks nor be again
                 self._leave()
+
+    def _take_missed(self) -> None:
+        if self._peaks is not None:
+            self._missed = max(self._missed, self._peaks.take()[0])
 
     def _begin_step(self) -> None:
         assert self._ledger is not None
@@ -279,6 +288,8 @@ class Follower:
     # -- ending --------------------------------------------------------------------------------
 
     def _leave(self) -> None:
+        if self._live and self._watch.paused:
+            self._take_missed()
         self._live = False
         self._watch.__exit__(None, None, None)
         if self._peaks is not None:
@@ -316,8 +327,14 @@ class Follower:
         which = which_step(
             step.kind, step.about.number, self._steps.done, self._followed, cut_short
         )
+        notes = [which]
+        if step.about.peaks is not None and self._missed > step.about.peaks[0]:
+            notes.append(
+                f"steps that were not followed had a higher peak: {self._missed:,} bytes; --steps N"
+                " follows all of the first N"
+            )
         return report_of(
-            step, step.about, self._watch, self._device, self._cuda_index, (which, *self._notes)
+            step, step.about, self._watch, self._device, self._cuda_index, (*notes, *self._notes)
         )
 
 

@@ -88,7 +88,9 @@ def test_optimizers_that_step_in_turn() -> None:
         return found
 
     assert ends(a, b) == [True, True]
+    assert cycle.surplus == 0
     assert ends(a, b, a, b) == [False, True, False, True]
+    assert cycle.surplus == 1
     # Another takes over: it takes a cycle to see.
     ends(c, c)
     assert ends(c, c) == [True, True]
@@ -171,6 +173,18 @@ def test_what_one_module_makes_for_another_is_no_input() -> None:
     with fa_advisor.record() as recording, torch.no_grad():
         head(body(x))
     assert recording.report.memory.categories["input"] == x.nbytes
+
+
+def test_parameters_that_no_module_holds() -> None:
+    weight = torch.randn(64, 64, requires_grad=True)
+    optimizer = torch.optim.Adam([weight])
+    with fa_advisor.record() as recording:
+        for _ in range(2):
+            (torch.randn(8, 64) @ weight).square().mean().backward()
+            optimizer.step()
+    categories = recording.report.memory.categories
+    assert categories["parameter"] == categories["gradient"] == weight.nbytes
+    assert 0 <= categories["optimizer_state"] - 2 * weight.nbytes <= 4  # the step count
 
 
 def test_silu_backward_runs_whole() -> None:
