@@ -149,7 +149,7 @@ class Follower:
         self._watch.__enter__()
         self._live = True
         if self._cuda_index is not None:
-            self._peaks = CudaPeaks(self._cuda_index).__enter__()
+            self._peaks = CudaPeaks(self._cuda_index)
         return True
 
     def _know_all(self) -> None:
@@ -292,9 +292,7 @@ class Follower:
             self._take_missed()
         self._live = False
         self._watch.__exit__(None, None, None)
-        if self._peaks is not None:
-            self._peaks.__exit__(None, None, None)
-            self._peaks = None
+        self._peaks = None
 
     def abandon(self) -> None:
         """See nothing more: in a forked child, or where we have failed."""
