@@ -62,6 +62,8 @@ class GpuLedger:
         self._kept = Kept(warmup=warmup)
         self._stats: CudaPeaks | None = None
         self._peaks = [0, 0]  # allocated and reserved
+        self._paused = False
+        self.missed = 0  # the allocator's highest peak while nothing was recorded
         self.notes: list[str] = []
         self.settings: Mapping[str, Any] = {}  # the allocator's, once a step has fallen
 
@@ -73,16 +75,19 @@ class GpuLedger:
             self._allocations.start()
         else:
             self.notes.append(f"{why_not}: workspaces and rounding are among the unattributed")
-        self._stats = CudaPeaks(self.index).__enter__()
+        self._stats = CudaPeaks.borrow(self.index)
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self.bank_peaks()
+        if self._paused:
+            self._forget_peaks()
+        else:
+            self.bank_peaks()
         if self._allocations is not None:
             self._allocations.stop()
             self._allocations = None
         if self._stats is not None:
-            self._stats.__exit__(*exc)
+            self._stats.give_back()
             self._stats = None
 
     @property
@@ -107,7 +112,8 @@ class GpuLedger:
         return self._ledger.take_step()
 
     def pause(self) -> None:
-        """Record nothing, until `resume`: what happens in between is not looked at."""
+        """Record nothing, until `resume`: of what happens in between only the peak is kept."""
+        self._paused = True
         if self._allocations is not None:
             self._allocations.stop()
 
@@ -115,6 +121,7 @@ class GpuLedger:
         """Record on; say `begin_step` once the stream has been told what is alive now."""
         if self._allocations is not None:
             self._allocations.start()
+        self._paused = False
         self._forget_peaks()
 
     # -- steps ------------------------------------------------------------------------------
@@ -131,6 +138,7 @@ class GpuLedger:
         self._kept.forget()
         self._peaks = [0, 0]
         self._forget_peaks()
+        self.missed = 0
 
     def begin_step(self) -> None:
         """Forget what was seen since the last step ended; who owns what is alive stays known."""
@@ -181,7 +189,7 @@ class GpuLedger:
 
     def _forget_peaks(self) -> None:
         if self._stats is not None:
-            self._stats.take()
+            self.missed = max(self.missed, self._stats.take()[0])
 
     def _join(self, step: StepLog) -> StepLog:
         if self._allocations is None:

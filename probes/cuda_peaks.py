@@ -14,8 +14,15 @@ import torch
 _memory: Any = torch.cuda.memory
 
 
+_idle: list[CudaPeaks] = []
+
+
 class CudaPeaks:
-    """Peaks of one device between `take`s. A context manager; at its end torch is as it was."""
+    """Peaks of one device between `take`s. Borrowed ones may be nested.
+
+    From the first on torch's functions answer with what was taken put back, to the process's end:
+    a script may ask for its peak last of all.
+    """
 
     def __init__(self, index: int) -> None:
         self._index = index
@@ -23,26 +30,25 @@ class CudaPeaks:
         self._reset = _memory.reset_peak_memory_stats
         self._hidden: dict[str, Any] = {}  # the peaks that our resets took from the script
         self._ours: dict[str, Any] = {}  # those that the script's resets took from us
-
-    def __enter__(self) -> CudaPeaks:
-        for module in (_memory, torch.cuda):
-            for name, function in (
-                ("memory_stats_as_nested_dict", self._answer),
-                ("reset_peak_memory_stats", self._script_resets),
-            ):
-                if hasattr(module, name):
-                    setattr(module, name, function)
+        modules: tuple[Any, ...] = (_memory, torch.cuda)
+        for module in modules:
+            module.memory_stats_as_nested_dict = self._answer
+            module.reset_peak_memory_stats = self._script_resets
         self.take()
-        return self
 
-    def __exit__(self, *exc: object) -> None:
-        for module in (_memory, torch.cuda):
-            for name, function in (
-                ("memory_stats_as_nested_dict", self._stats),
-                ("reset_peak_memory_stats", self._reset),
-            ):
-                if hasattr(module, name):
-                    setattr(module, name, function)
+    @classmethod
+    def borrow(cls, index: int) -> CudaPeaks:
+        """One that nobody takes from; until `give_back`."""
+        for each in _idle:
+            if each._index == index:
+                _idle.remove(each)
+                each.take()
+                return each
+        return cls(index)
+
+    def give_back(self) -> None:
+        """Nobody takes from it any more; what it has taken stays put back."""
+        _idle.append(self)
 
     def take(self) -> tuple[int, int]:
         """Bytes allocated and reserved at their peaks since the last time."""
@@ -51,7 +57,7 @@ class CudaPeaks:
         self._hidden = _with_peaks(now, self._hidden)
         self._ours = {}
         self._reset(self._index)
-        return tuple(_peak(peaks, name) for name in ("allocated_bytes", "reserved_bytes"))  # type: ignore[return-value]
+        return _peak(peaks, "allocated_bytes"), _peak(peaks, "reserved_bytes")
 
     def _answer(self, device: Any = None) -> dict[str, Any]:
         stats: dict[str, Any] = self._stats(device)

@@ -143,7 +143,8 @@ class Scopes:
         """A module's forward begins."""
         if torch.compiler.is_compiling():
             return  # traced, not run: a word more, and Dynamo would break the graph here
-        if self._elsewhere():
+        if self.elsewhere():
+            self.calls_elsewhere += 1
             return
         scope = self._known.get(id(module))
         if scope is None:
@@ -155,12 +156,9 @@ class Scopes:
         self.depth += 1
         self._mark(scope)
 
-    def _elsewhere(self) -> bool:
+    def elsewhere(self) -> bool:
         """Whether a thread that isn't followed asks; autograd's are, for checkpoints' sake."""
-        if get_ident() == self._thread or torch._C._current_graph_task_id() != -1:
-            return False
-        self.calls_elsewhere += 1
-        return True
+        return get_ident() != self._thread and torch._C._current_graph_task_id() == -1
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         if torch.compiler.is_compiling():

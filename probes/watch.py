@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fa_advisor.probes import dispatch
+from fa_advisor.probes.compiled import uncompiled
 from fa_advisor.probes.events import Code, Event, Phase
 from fa_advisor.probes.fake import FakeDevice, cuda_calls_as_cpu
 from fa_advisor.probes.lines import user_line
@@ -68,9 +69,10 @@ class Watch:
         self._seen_parameters: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._hooks: list[Any] = []
         self._step_handles: list[Any] = []
-        self._cycle = Cycle()
+        self.cycle = Cycle()
         self._optimizers: WeakSet[Any] = WeakSet()
         self.paused = True
+        self.met_compiled = False  # what would have been compiled ran as it is
         self.trained = False  # a gradient has come, or an optimizer stepped
         self.gradients = 0  # how often one has come
         self.calls: dict[int, Call] = {}  # the first of each outermost model, by the model's id
@@ -113,6 +115,8 @@ class Watch:
         stack = self._watching
         try:
             stack.callback(self._remove_hooks)
+            if not self.stream.ignore_compile_internals():
+                stack.enter_context(uncompiled(self._met_compiled))
             stack.enter_context(dispatch.observed_by(self))
             stack.enter_context(_observed_resizes(self.stream))
             if self.fake is not None:
@@ -201,6 +205,9 @@ class Watch:
         if not self.stream.labelled(buffer, "buffer"):
             self.stream.label(buffer, "buffer", fqn, triangular=is_triangular(buffer))
 
+    def _met_compiled(self) -> None:
+        self.met_compiled = True
+
     def _remove_hooks(self) -> None:
         for handle in self._hooks:
             handle.remove()
@@ -240,16 +247,24 @@ class Watch:
             self.on_leave(model)
 
     def _step_begins(self, optimizer: Optimizer, *_: Any) -> None:
+        if self.scopes.elsewhere():
+            return
         self.trained = True
         self._optimizers.add(optimizer)
-        self._cycle.begins(optimizer)
+        if not self.paused:
+            for parameter in _parameters_of(optimizer):  # some may be no module's
+                if parameter not in self._seen_parameters:
+                    self._add_parameter(parameter, "")
+        self.cycle.begins(optimizer)
         self.stream.phase = Phase.OPTIMIZER
 
     def _step_ends(self, optimizer: Optimizer, *_: Any) -> None:
+        if self.scopes.elsewhere():
+            return
         if not self.paused:
             self.label_optimizer(optimizer)
         self.stream.phase = Phase.FORWARD
-        if self._cycle.ends_with(optimizer):
+        if self.cycle.ends_with(optimizer):
             self.on_step()
 
     def label_optimizer(self, optimizer: Optimizer) -> None:
@@ -270,13 +285,20 @@ class Watch:
         self.stream.emit((Code.SDPA, facts, self.scopes.current, source))
 
 
+def _parameters_of(optimizer: Optimizer) -> list[Any]:
+    groups = optimizer.param_groups
+    return [p for group in groups for p in group["params"] if isinstance(p, Tensor)]
+
+
 class Cycle:
     """Which optimizer's step ends a step of the training, where several step in turn.
 
-    The last one before the first steps again; until that is known, each.
+    The last one before the first steps again; until that is known, each. `surplus`: so many ends
+    were told too many by then.
     """
 
     def __init__(self) -> None:
+        self.surplus = 0
         self._stepped: WeakSet[Any] = WeakSet()  # in the cycle that runs
         self._latest: weakref.ref[Any] = weakref.ref(self)
         self._last: weakref.ref[Any] | None = None
@@ -284,6 +306,8 @@ class Cycle:
     def begins(self, optimizer: Optimizer) -> None:
         """An optimizer is about to step."""
         if optimizer in self._stepped:
+            if self._last is None:
+                self.surplus = len(self._stepped) - 1
             if self._last is None or self._last() not in self._stepped:
                 self._last = self._latest
             self._stepped.clear()

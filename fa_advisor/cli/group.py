@@ -104,5 +104,5 @@ def cli() -> None:
       fa-advisor run train.py --lr 1e-4      a script as it is, with its own arguments
 
     Exit status: 0 ok, 1 a fault of fa-advisor, 2 usage or a file that can't be used, 3 the target
-    raised, 4 over budget, 5 no such device, 130 interrupted.
+    raised, 4 over budget, 5 no such device, 130 interrupted; `run`: the script's own.
     """

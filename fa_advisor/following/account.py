@@ -114,6 +114,11 @@ def _unseen(facts: StepFacts, watch: Watch, on_gpu: bool) -> list[str]:
             "on the CPU a patched model's attention runs through torch: what it holds here is not"
             " what the kernel holds on a GPU"
         )
+    if watch.met_compiled:
+        notes.append(
+            "what torch.compile compiles ran uncompiled while it was followed; compiled, it may"
+            " hold less, and after these steps it is"
+        )
     if watch.scopes.calls_elsewhere:
         notes.append(
             f"{watch.scopes.calls_elsewhere:,} calls of modules in other threads were not followed:"

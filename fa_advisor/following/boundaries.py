@@ -57,9 +57,10 @@ class Boundaries:
                 self.training = False
         return not self.training
 
-    def optimizer_stepped(self) -> None:
-        """From now on optimizers say where steps end."""
+    def optimizer_stepped(self, surplus: int = 0) -> None:
+        """From now on optimizers say where steps end. `surplus`: so many were no ends after all."""
         self._stepped = True
+        self.done["train"] -= surplus
 
     def ended(self, kind: Kind) -> None:
         """A step has."""

@@ -23,6 +23,7 @@ from fa_advisor.following.patches import Patches
 from fa_advisor.following.schedule import Kind, wanted
 from fa_advisor.following.wording import which_step
 from fa_advisor.gpu_ledger import GpuLedger
+from fa_advisor.probes.compiled import hush
 from fa_advisor.probes.device import advise_for
 from fa_advisor.probes.events import Event
 from fa_advisor.probes.opstream import OpStream
@@ -42,8 +43,10 @@ def _guarded(method: F) -> F:
             method(self, *args)
         except Exception as error:
             self.fault = error
-            self.abandon()
-            self._stop_recording()
+            try:
+                self._leave()
+            except Exception:
+                self.abandon()
 
     return guarded  # type: ignore[return-value]
 
@@ -91,6 +94,7 @@ class Follower:
     # -- beginning -----------------------------------------------------------------------------
 
     def _wait(self) -> None:
+        hush()
         self._waiting = [
             nn_module.register_module_forward_pre_hook(self._first_call),
             register_optimizer_step_pre_hook(self._first_step),
@@ -184,7 +188,7 @@ class Follower:
             self._patch(self._patches, self._family.root_of(model), (args, keywords()))
         if self._cuda_index is None and _device_of(model).type == "cuda":
             self._leave()  # what ran on the CPU was a rehearsal: the model has moved since
-            self._wait()
+            self._first_call(model, args)
             return
         if steps.by_hand(watch.gradients) and not self._step_ends("train"):
             return
@@ -204,7 +208,9 @@ class Follower:
     @_guarded
     def _optimizer_stepped(self) -> None:
         if self._live:
-            self._steps.optimizer_stepped()
+            surplus, self._watch.cycle.surplus = self._watch.cycle.surplus, 0
+            self._steps.optimizer_stepped(surplus)
+            self._followed["train"] -= surplus
             self._step_ends("train")
 
     def _step_ends(self, kind: Kind) -> bool:
@@ -219,7 +225,9 @@ class Follower:
         self._mark = watch.scopes.forget_steps_before(self._mark)
         if self._limit is not None and steps.over(kind, self._limit):
             self._leave()
-            if self._patches is not None:  # the models that are still to come
+            if (
+                self._patches is not None and not watch.met_compiled
+            ):  # the models that are still to come
                 self._waiting = [nn_module.register_module_forward_pre_hook(self._first_call)]
                 self._limit = 0
             self._on_limit()
@@ -240,6 +248,8 @@ class Follower:
             watch.pause()
             if self._gpu_ledger is not None:
                 self._gpu_ledger.pause()
+            if watch.met_compiled:  # what is compiled now must neither see our hooks nor be again
+                self._leave()
 
     def _begin_step(self) -> None:
         assert self._ledger is not None
@@ -322,8 +332,15 @@ class Follower:
         which = which_step(
             step.kind, step.about.number, self._steps.done, self._followed, cut_short
         )
+        notes = [which]
+        missed = self._gpu_ledger.missed if self._gpu_ledger is not None else 0
+        if missed > step.peak_bytes:
+            notes.append(
+                f"steps that were not followed had a higher peak: {missed:,} bytes; --steps N"
+                " follows all of the first N"
+            )
         return report_of(
-            step, step.about, self._watch, self._device, self._gpu_ledger, (which, *self._notes)
+            step, step.about, self._watch, self._device, self._gpu_ledger, (*notes, *self._notes)
         )
 
 

@@ -236,6 +236,10 @@ def timeline(report: ReportBody, page: Page) -> Iterator[Text]:
         label = f"|{phase}" if len(phase) < width else f"|{_SHORT.get(phase, '')}"
         labels += label[:width].ljust(width)
     yield Text(margin).append(labels.rstrip(), style="dim")
+    highest = max(points, key=lambda point: point.allocated_bytes)
+    if highest.module:
+        where = f"the peak: in {highest.phase}, in {page.plain(highest.module)}"
+        yield from page.wrapped(Text(where, style="dim"))
 
 
 _SHORT = {"forward": "fwd", "backward": "bwd", "optimizer": "opt"}

@@ -401,3 +401,29 @@ def test_the_report_is_text_on_stderr_without_a_file() -> None:
     assert done.stderr.isascii()
     assert "peak allocated" in done.stderr
     assert "h.{0-1}.attn" in done.stderr
+
+
+def test_what_is_compiled_is_followed_uncompiled_and_compiled_afterwards(tmp_path: Path) -> None:
+    script = write(
+        tmp_path,
+        "s.py",
+        """
+        import torch
+        from torch import nn
+        model = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+        compiled = torch.compile(model, backend="eager")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(24):
+            compiled(torch.randn(2, 8)).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            print(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+        """,
+    )
+    for options, before in ((("--steps", "3"), 3), ((), 16)):
+        done = followed(*options, "-o", tmp_path / "r.json", script)
+        assert [int(line) for line in done.stdout.split()] == [0] * before + [1] * (24 - before)
+        assert done.stderr == f"fa-advisor: wrote {tmp_path / 'r.json'}\n"
+        report = load(tmp_path / "r.json")
+        assert report.target.name == "Sequential"
+        assert any("ran uncompiled" in note for note in report.notes)

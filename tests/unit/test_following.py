@@ -18,7 +18,6 @@ from fa_advisor.following.boundaries import Boundaries
 from fa_advisor.following.family import Family
 from fa_advisor.following.schedule import wanted
 from fa_advisor.following.wording import which_step
-from fa_advisor.probes import cuda_peaks
 from fa_advisor.probes.cuda_peaks import CudaPeaks
 from fa_advisor.probes.scopes import Scopes
 from fa_advisor.probes.watch import Cycle
@@ -88,7 +87,9 @@ def test_optimizers_that_step_in_turn() -> None:
         return found
 
     assert ends(a, b) == [True, True]
+    assert cycle.surplus == 0
     assert ends(a, b, a, b) == [False, True, False, True]
+    assert cycle.surplus == 1
     # Another takes over: it takes a cycle to see.
     ends(c, c)
     assert ends(c, c) == [True, True]
@@ -173,6 +174,18 @@ def test_what_one_module_makes_for_another_is_no_input() -> None:
     assert recording.report.memory.categories["input"] == x.nbytes
 
 
+def test_parameters_that_no_module_holds() -> None:
+    weight = torch.randn(64, 64, requires_grad=True)
+    optimizer = torch.optim.Adam([weight])
+    with fa_advisor.record() as recording:
+        for _ in range(2):
+            (torch.randn(8, 64) @ weight).square().mean().backward()
+            optimizer.step()
+    categories = recording.report.memory.categories
+    assert categories["parameter"] == categories["gradient"] == weight.nbytes
+    assert 0 <= categories["optimizer_state"] - 2 * weight.nbytes <= 4  # the step count
+
+
 def test_silu_backward_runs_whole() -> None:
     x = torch.randn(64, 64, requires_grad=True)
     names: list[str] = []
@@ -222,25 +235,24 @@ def test_the_script_doesnt_notice_that_peaks_are_taken(monkeypatch: pytest.Monke
         peak[0] = max(peak[0], nbytes)
 
     memory = torch.cuda.memory
-    monkeypatch.setattr(memory, "memory_stats_as_nested_dict", stats)
-    monkeypatch.setattr(memory, "reset_peak_memory_stats", reset)
-    monkeypatch.setattr(cuda_peaks, "_memory", memory)
+    for module in (memory, torch.cuda):
+        monkeypatch.setattr(module, "memory_stats_as_nested_dict", stats)
+        monkeypatch.setattr(module, "reset_peak_memory_stats", reset)
     monkeypatch.setattr(torch.cuda._utils, "_get_device_index", lambda *_, **__: 0)
 
     def scripts_own() -> int:
         return int(torch.cuda.max_memory_allocated())
 
     hold(100), hold(10)
-    with CudaPeaks(0) as peaks:
-        assert scripts_own() == 100
-        hold(50), hold(20)
-        assert peaks.take() == (50, 50)
-        assert scripts_own() == 100
-        hold(300), hold(20)
-        memory.reset_peak_memory_stats()
-        assert scripts_own() == 20
-        hold(40), hold(30)
-        assert scripts_own() == 40
-        assert peaks.take() == (300, 300)
-        assert scripts_own() == 40
-    assert memory.memory_stats_as_nested_dict is stats
+    peaks = CudaPeaks(0)
+    assert scripts_own() == 100
+    hold(50), hold(20)
+    assert peaks.take() == (50, 50)
+    assert scripts_own() == 100
+    hold(300), hold(20)
+    memory.reset_peak_memory_stats()
+    assert scripts_own() == 20
+    hold(40), hold(30)
+    assert scripts_own() == 40
+    assert peaks.take() == (300, 300)
+    assert scripts_own() == 40
