@@ -17,6 +17,7 @@ from fa_advisor.attribution import chrome_trace
 from fa_advisor.attribution.failure import Fallen, fallen, last_failure
 from fa_advisor.attribution.join import Joiner
 from fa_advisor.attribution.ledger import Kept, Ledger, StepLog, cublas_workspace_bytes
+from fa_advisor.attribution.postmortem import Postmortem, explain
 from fa_advisor.attribution.replay import Trace, above
 from fa_advisor.probes.allocations import Allocations, obstacle
 from fa_advisor.probes.cuda_peaks import CudaPeaks
@@ -181,6 +182,15 @@ class GpuLedger:
         self._kept.offer(found.step)
         self._peaks[1] = max(self._peaks[1], found.state.reserved)
         return found
+
+    def explain(self) -> Postmortem | None:
+        """What ran out of memory where no step was followed; `None` where nothing did."""
+        if self._allocations is None:
+            return None
+        trace = _trace(self._allocations.cut())
+        if last_failure(trace) is None:
+            return None
+        return explain(trace, snapshot="", device=self.index)
 
     def bank_peaks(self) -> None:
         """Keep the allocator's peaks since the last time."""

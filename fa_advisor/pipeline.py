@@ -13,7 +13,7 @@ from torch import nn
 
 from fa_advisor.attribution.ledger import Ledger
 from fa_advisor.attribution.storage import Origin
-from fa_advisor.errors import UsageError
+from fa_advisor.errors import TargetError, UsageError
 from fa_advisor.gpu_ledger import GpuLedger
 from fa_advisor.measure import OnProgress, Run
 from fa_advisor.placement import (
@@ -34,6 +34,7 @@ from fa_advisor.records import DeviceSpec, Mode, ProfileRequest, Progress
 from fa_advisor.report import Report, write_whole
 from fa_advisor.steps import OptimizerName
 from fa_advisor.target import load, synthesise, target_code
+from fa_advisor.unfollowed import in_words
 
 __all__ = ["profile", "profile_target", "record"]
 
@@ -51,7 +52,14 @@ def profile_target(request: ProfileRequest, progress: OnProgress) -> Report:
             keep = request.snapshot is not None or request.trace is not None
             gpu_ledger = GpuLedger(placement.index, device, keep_trace=keep)
             stack.enter_context(gpu_ledger)
-        return _profile(request, progress, placement, device, gpu_ledger, (note,) if note else ())
+        try:
+            notes = (note,) if note else ()
+            return _profile(request, progress, placement, device, gpu_ledger, notes)
+        except TargetError as error:
+            told = gpu_ledger.explain() if gpu_ledger is not None else None
+            if told is None:
+                raise
+            raise TargetError(error.message, hint=in_words(told), detail=error.detail) from None
 
 
 def _profile(

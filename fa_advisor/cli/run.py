@@ -99,7 +99,7 @@ def run(
         try:
             target.run()
         except BaseException as error:
-            session.end(_cut_short(error))
+            session.end(_cut_short(error), error)
             raise
         finally:
             session.end()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Callable
 from functools import wraps
 from types import FrameType
@@ -18,6 +19,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from fa_advisor.attribution.ledger import Ledger, cublas_workspace_bytes
 from fa_advisor.following.account import StepFacts, facts_of, report_of
 from fa_advisor.following.boundaries import Boundaries
+from fa_advisor.following.failure import Failure, failure_of
 from fa_advisor.following.family import Family
 from fa_advisor.following.patches import Patches
 from fa_advisor.following.schedule import Kind, wanted
@@ -27,9 +29,10 @@ from fa_advisor.probes.compiled import hush
 from fa_advisor.probes.device import advise_for
 from fa_advisor.probes.events import Event
 from fa_advisor.probes.opstream import OpStream
-from fa_advisor.probes.watch import Watch, keywords
+from fa_advisor.probes.watch import Call, Watch, keywords
 from fa_advisor.records import DeviceSpec
 from fa_advisor.report import Report
+from fa_advisor.unfollowed import explained, in_words
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -201,6 +204,8 @@ class Follower:
     def _leaves(self, model: nn.Module) -> None:
         if not self._live or self._is_none_of_a_script(model):
             return
+        if isinstance(sys.exc_info()[1], torch.OutOfMemoryError):
+            return  # not an end, but a failure that `finish` may have to tell of
         graph, trained = torch.is_grad_enabled(), self._watch.trained
         if self._steps.forward_ends(graph=graph, trained=trained):
             self._step_ends("infer")
@@ -274,9 +279,11 @@ class Follower:
             or next(module.parameters(), None) is None
         )
 
+    def _main_call(self) -> Call | None:
+        return max(self._watch.calls.values(), key=lambda each: each.operators, default=None)
+
     def _facts(self, number: int, kind: Kind) -> StepFacts:
-        calls = self._watch.calls.values()
-        call = max(calls, key=lambda each: each.operators, default=None)
+        call = self._main_call()
         called = call.model if call is not None else None
         root = self._family.root_of(called) if called is not None else None
         return facts_of(
@@ -308,22 +315,30 @@ class Follower:
         if self._gpu_ledger is not None:
             self._gpu_ledger.__exit__(None, None, None)
 
-    def finish(self, cut_short: str) -> Report | None:
+    def finish(self, cut_short: str, error: BaseException | None = None) -> Report | None:
         """End, and report on the step with the highest peak; `None` where no step was seen.
 
-        `cut_short`: what ended the script, where that wasn't its own end.
+        `cut_short`: what ended the script, where that wasn't its own end. `error`: what it raised;
+        where that is want of the GPU's memory, the report is of the moment of failure.
         """
         if not (self._patches is not None and self._limit == 0):
             self._wait_no_more()
         ledger = self._ledger
         if ledger is None or self.fault is not None:
             return None
+        failure: Failure | None = None
         if self._live:
-            steps = self._steps
-            self._watch.stream.flush()
-            if not self._watch.paused and not steps.between:
-                kind: Kind = "train" if steps.training else "infer"
-                ledger.end_step("", self._facts(sum(steps.done.values()) + 1, kind))
+            steps, watch = self._steps, self._watch
+            watch.stream.flush()
+            kind: Kind = "train" if steps.training else "infer"
+            if not watch.paused:
+                failure = failure_of(error, watch, self._main_call(), kind, self._gpu_ledger)
+            if failure is not None or not (watch.paused or steps.between):
+                facts = self._facts(sum(steps.done.values()) + 1, kind)
+                if failure is None:
+                    ledger.end_step("", facts)
+                else:
+                    failure.fallen.step.about = facts
             self._leave()
         ledger.begin_step()  # the last that ended may be waiting to be taken in
         step = ledger.best
@@ -339,9 +354,19 @@ class Follower:
                 f"steps that were not followed had a higher peak: {missed:,} bytes; --steps N"
                 " follows all of the first N"
             )
-        return report_of(
+        if failure is None:
+            notes += filter(None, [self.shortage(error)])
+        report = report_of(
             step, step.about, self._watch, self._device, self._gpu_ledger, (*notes, *self._notes)
         )
+        return failure.told_in(report) if failure is not None else report
+
+    def shortage(self, error: BaseException | None) -> str:
+        """What is to be said of an out-of-memory error where no step was followed."""
+        if not isinstance(error, torch.OutOfMemoryError):
+            return ""
+        found = explained(error)
+        return in_words(found) if found is not None else ""
 
 
 def _device_of(module: nn.Module) -> torch.device:

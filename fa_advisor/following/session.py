@@ -57,8 +57,9 @@ class Session:
             os.register_at_fork(after_in_child=self._forked)
         Arrival("torch", self._attach)
 
-    def end(self, cut_short: str = "") -> None:
-        """Make the report and hand it on. `cut_short`: what ended the script before its end."""
+    def end(self, cut_short: str = "", error: BaseException | None = None) -> None:
+        """Make the report and hand it on. `cut_short`: what ended the script before its end;
+        `error`: what it raised."""
         if self._over or os.getpid() != self._pid:
             return
         self._over = True
@@ -68,14 +69,17 @@ class Session:
                 self._tell(f"no report: {self._wish.path} never imported torch")
         else:
             try:
-                report = follower.finish(cut_short)
+                report = follower.finish(cut_short, error)
                 self._fault = self._fault or follower.fault
                 if report is not None:
                     self._deliver(report)
                 elif self._fault is None and self._wish.limit != 0:
                     self._tell(f"no report: no model ran in {self._wish.path}")
-            except Exception as error:
-                self._fault = error
+                    told = follower.shortage(error)
+                    if told:
+                        self._tell(told)
+            except Exception as fault:
+                self._fault = fault
         if self._fault is not None:
             self._tell_fault(self._fault)
 
