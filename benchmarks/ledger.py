@@ -8,18 +8,25 @@ For each of 24 cases, in a process of its own each: the plain run (its peak, twi
 allocator's own spread; its parameters, gradients and optimizer state counted), the profiled run's
 report, and the estimate on fake tensors for the same GPU. And the time of a step of GPT-2 small,
 plain and recorded.
+
+`requests`: every request and free of the measured step, in order, plain beside profiled. Where
+they are the same the observer changed nothing, and peaks that differ all the same do so as two
+plain runs' do: which of several free blocks of a size is taken is decided by their addresses.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 from ledger_models import CASES, build
@@ -28,8 +35,8 @@ from provenance import write
 KINDS = ("plain", "again", "profiled", "fake")
 
 
-def plain(case: str) -> dict[str, Any]:
-    """Two steps without the tool, the second measured."""
+def plain(case: str, *, requests: bool) -> dict[str, Any]:
+    """Two steps without the tool, the second measured, and its requests kept if asked for."""
     import torch
 
     model, inputs, mode = build(case, "cuda")
@@ -41,6 +48,8 @@ def plain(case: str) -> dict[str, Any]:
         if step == 1:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
+            if requests:
+                torch.cuda.memory._record_memory_history("all", context=None, max_entries=1_000_000)
         if mode == "train":
             model(**inputs)["loss"].backward()
             gradients = sum(_nbytes(p.grad) for p in trainable if p.grad is not None)
@@ -50,6 +59,8 @@ def plain(case: str) -> dict[str, Any]:
             with torch.no_grad():
                 model(**inputs)
     torch.cuda.synchronize()
+    if requests:
+        keep_requests(case, "plain", torch.cuda.memory._snapshot()["device_traces"][0])
     state = [v for s in optimizer.state.values() for v in s.values()]
     return {
         "peak": torch.cuda.max_memory_allocated(),
@@ -58,6 +69,33 @@ def plain(case: str) -> dict[str, Any]:
         "gradient": gradients,
         "optimizer_state": sum(_nbytes(v) for v in state if torch.is_tensor(v) and v.is_cuda),
     }
+
+
+def keep_requests(case: str, kind: str, events: list[Any]) -> None:
+    """Leave them for the process that compares."""
+    signs = {"alloc": 1, "free_requested": -1}
+    sizes = [signs[e["action"]] * e["size"] for e in events if e["action"] in signs]
+    (Path(os.environ[_FOLDER]) / f"{case}-{kind}.json").write_text(json.dumps(sizes))
+
+
+def compared_requests(folder: Path, case: str) -> dict[str, Any] | None:
+    """How many there are, and the first that isn't the same; `None` where one side is missing."""
+    files = [folder / f"{case}-{kind}.json" for kind in ("plain", "profiled")]
+    if not all(file.exists() for file in files):
+        return None
+    one, other = (json.loads(file.read_text()) for file in files)
+    pairs = enumerate(zip(one, other, strict=False))
+    first = next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
+    same = one == other
+    return {
+        "same": same,
+        "count": len(one),
+        "first_difference": None if same else first,
+        "around": None if same else [one[max(0, first - 3) : first + 5], other[first : first + 5]],
+    }
+
+
+_FOLDER = "FA_ADVISOR_LEDGER_FOLDER"
 
 
 def _nbytes(tensor: Any) -> int:
@@ -69,7 +107,7 @@ def profiled(case: str, *, fake: bool) -> dict[str, Any]:
     import torch
 
     import fa_advisor
-    from fa_advisor import measure
+    from fa_advisor import gpu_ledger, measure
 
     seen: dict[str, Any] = {}
     assemble = measure.assemble
@@ -78,12 +116,20 @@ def profiled(case: str, *, fake: bool) -> dict[str, Any]:
         seen.update(facts)
         return assemble(**facts)
 
-    measure.assemble = keeping
+    read = gpu_ledger._trace
+
+    def reading(cut: Any) -> Any:
+        seen["events"] = cut["events"]
+        return read(cut)
+
+    measure.assemble, gpu_ledger._trace = keeping, reading
     model, inputs, mode = build(case, "cpu" if fake else "cuda")
     start = time.perf_counter()
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "h200"
     report = fa_advisor.profile(model, inputs, mode=mode, gpu=name if fake else None)  # type: ignore[arg-type]
     seconds = time.perf_counter() - start
+    if not fake and "events" in seen:
+        keep_requests(case, "profiled", seen["events"])
     memory = report.memory
     return {
         "peak": memory.peak_allocated_bytes,
@@ -175,7 +221,7 @@ def main() -> None:
             if kind == "overhead":
                 made = overhead()
             elif kind in ("plain", "again"):
-                made = plain(case)
+                made = plain(case, requests=kind == "again")
             else:
                 made = profiled(case, fake=kind == "fake")
         except BaseException:
@@ -189,6 +235,8 @@ def main() -> None:
     cases = [case for case in CASES if args.only in case]
     kinds = args.kinds.split(",")
     rows: dict[str, dict[str, Any]] = {case: {"case": case} for case in cases}
+    folder = Path(tempfile.mkdtemp())
+    os.environ[_FOLDER] = str(folder)
     with ThreadPoolExecutor(args.workers) as pool:
         jobs = [(case, kind) for case in cases for kind in kinds]
         for (case, kind), made in zip(
@@ -196,6 +244,7 @@ def main() -> None:
         ):
             rows[case][kind] = made
             if kind == kinds[-1]:
+                rows[case]["requests"] = compared_requests(folder, case)
                 print(_line(rows[case]), flush=True)
     if not args.only and args.kinds == ",".join(KINDS):
         import transformers
@@ -234,6 +283,13 @@ def _line(row: dict[str, Any]) -> str:
             text += f" {name} {categories.get(name, 0) - p[name]:+,}"
     if p["gradient"] and m["gradient_after_backward"] != p["gradient"]:
         text += f" gradient {m['gradient_after_backward'] - p['gradient']:+,}"
+    requests = row.get("requests")
+    if requests is not None:
+        text += f" requests {requests['count']:,} " + (
+            "same"
+            if requests["same"]
+            else f"DIFFER at {requests['first_difference']}: {requests['around']}"
+        )
     text += f" no-op {m['without_op']:,} no-line {m['without_line']:,}"
     if "peak" in f:
         text += f" fake {f['peak'] / p['peak'] - 1:+.2%}"

@@ -333,7 +333,7 @@ def _rms_norm(
     return aten.rms_norm.default._op_dk(_COMPOSITE, x, shape, weight, eps)
 
 
-_ON_FAKES = {
+_ON_FAKES: dict[str, Callable[..., Any]] = {
     "dropout": _dropout,
     "softmax.int": _softmax,
     "log_softmax.int": _log_softmax,
