@@ -142,6 +142,7 @@ class Follower:
         self._steps = Boundaries(_an_optimizer_lives)
         self._followed = {"train": 0, "infer": 0}
         self._watch = Watch(self._feed, self._device, device_type="cuda" if cuda else "cpu")
+        self._watch.as_block = False
         self._watch.scopes.root_of = self._family.root_of
         self._watch.on_enter = self._enters
         self._watch.on_leave = self._leaves
