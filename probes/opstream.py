@@ -429,17 +429,18 @@ class OpStream(TorchDispatchMode):
         else:
             self.__enter__()  # type: ignore[no-untyped-call]
 
-    def end(self) -> None:
+    def end(self, *, as_block: bool) -> None:
         """Leave the thread's stack of modes; where that can't be now, stay on it and see nothing.
 
-        It can't be under another mode, in another thread, in the middle of a backward, and within
-        `torch.inference_mode()`, which puts the dispatch keys back as it found them.
+        What isn't a block (`as_block`) can't leave under another mode, in another thread, in the
+        middle of a backward, and within `torch.inference_mode()`, which puts the dispatch keys back
+        as it found them.
         """
         self.flush()
         self._allowance.close()
         stack = _get_current_dispatch_mode_stack()
         nested = torch.is_inference_mode_enabled() or torch._C._current_graph_task_id() != -1
-        if stack and stack[-1] is self and not nested:
+        if stack and stack[-1] is self and (as_block or not nested):
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         self.muted = True
 

@@ -71,6 +71,7 @@ class Watch:
         self._step_handles: list[Any] = []
         self.cycle = Cycle()
         self._optimizers: WeakSet[Any] = WeakSet()
+        self.as_block = True  # begins and ends where a block of code does
         self.paused = True
         self.met_compiled = False  # what would have been compiled ran as it is
         self.trained = False  # a gradient has come, or an optimizer stepped
@@ -123,7 +124,7 @@ class Watch:
                 stack.enter_context(cuda_calls_as_cpu())
             if self._device_type != "cuda":
                 stack.enter_context(_taken_apart())
-            stack.callback(self.stream.end)
+            stack.callback(lambda: self.stream.end(as_block=self.as_block))
             self.stream.begin()
             self.look_again()
         except BaseException:
@@ -168,7 +169,7 @@ class Watch:
         self.scopes.remove()
         for handle in self._step_handles:
             handle.remove()
-        self.stream.end()
+        self.stream.end(as_block=False)
         dispatch.forget(self)
 
     def add_inputs(self, values: Any) -> None:

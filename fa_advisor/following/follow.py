@@ -153,6 +153,7 @@ class Follower:
             stamp=gpu.stamp if gpu is not None else None,
         )
         self._watch.on_end = gpu.end_step if gpu is not None else None
+        self._watch.as_block = False
         self._watch.scopes.root_of = self._family.root_of
         self._watch.on_enter = self._enters
         self._watch.on_leave = self._leaves
