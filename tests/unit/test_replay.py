@@ -155,3 +155,44 @@ def test_settings_decide_the_size() -> None:
     assert rules.rounded(5 * MIB) == 5 * MIB and rules.rounded(5 * MIB + 1) == 6 * MIB
     assert rules.rounded(2000 * MIB + 1) == 2000 * MIB + 512
     assert rules.splits(2 * MIB, 31 * MIB) and not rules.splits(2 * MIB, 32 * MIB)
+
+
+def test_a_cuda_graphs_private_pool() -> None:
+    """As torch writes it: the segments say whose they are (`segment_pool_id`), the events don't."""
+    shared, private = 1 << 40, 2 << 40
+
+    def segment(address: int, pool: tuple[int, int], *blocks: tuple[int, str]) -> dict[str, Any]:
+        made, at = [], address
+        for size, state in blocks:
+            made.append({"address": at, "size": size, "requested_size": size, "state": state})
+            at += size
+        return {
+            "device": 0, "address": address, "total_size": at - address, "stream": 0,
+            "segment_type": "large", "segment_pool_id": pool, "blocks": made,
+        }  # fmt: skip
+
+    segments = [
+        segment(shared, (0, 0), (4 * MIB, "active_allocated"), (16 * MIB, "inactive")),
+        # What a graph made and let go while it was captured stays the graph's.
+        segment(private, (0, 3), (6 * MIB, "active_allocated"), (14 * MIB, "inactive")),
+    ]
+    events = [
+        {"action": "segment_alloc", "addr": shared, "size": 20 * MIB},
+        {"action": "alloc", "addr": shared, "size": 4 * MIB},
+        {"action": "segment_alloc", "addr": private, "size": 20 * MIB},
+        {"action": "alloc", "addr": private, "size": 6 * MIB},
+        {"action": "alloc", "addr": private + 6 * MIB, "size": 8 * MIB},
+        {"action": "free_requested", "addr": private + 6 * MIB, "size": 8 * MIB},
+        {"action": "free_completed", "addr": private + 6 * MIB, "size": 8 * MIB},
+    ]
+    trace = Trace(events, segments)
+    replayed = replay(trace)
+    assert replayed.strays == 0
+    assert replayed.peak()[0] == 18 * MIB
+    end = above(trace, len(events))
+    assert (end.allocated, end.reserved) == (10 * MIB, 40 * MIB)
+    assert end.private_pools == 20 * MIB
+    assert end.fragmented == 30 * MIB and end.cached == 0
+    assert end.largest_free == 16 * MIB  # nobody else gets the 14 MiB
+    replayed_graph = Trace([], segments)  # from the segments alone: a graph that is replayed
+    assert above(replayed_graph, 0) == end
