@@ -151,13 +151,11 @@ class OpStream(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         tracing = dynamo.set_eval_frame(None)
-        try:
-            return self._dispatch(func, types, args, kwargs)
-        finally:
-            if tracing is not None:
+        if tracing is not None:
+            try:
+                return self.__torch_dispatch__(func, types, args, kwargs)
+            finally:
                 dynamo.set_eval_frame(tracing)
-
-    def _dispatch(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         if self.muted:
             return func(*args, **(kwargs or {}))
         known = self._ops.get(id(func)) or self._learn(func)
@@ -182,7 +180,7 @@ class OpStream(TorchDispatchMode):
                 and torch.is_grad_enabled()
                 and _current_node() is None
             ):
-                self._scopes.mark_line(user_line(sys._getframe(2)))
+                self._scopes.mark_line(user_line(sys._getframe(1)))
         elif self.phase is not Phase.OPTIMIZER:
             self._record(op, args, kwargs, out, known.has_scalars)
         elif not op.writes:
@@ -222,7 +220,7 @@ class OpStream(TorchDispatchMode):
         backward = node is not None and self._scopes.depth == 0
         scope = self._scopes.of_node(node) if backward else self._scopes.current
         phase = Phase.BACKWARD if backward else self.phase
-        source = self._scopes.line_of_node(node) if backward else user_line(sys._getframe(3))
+        source = self._scopes.line_of_node(node) if backward else user_line(sys._getframe(2))
         extra = _extra(op, args) if op.kind in _WITH_SCALARS else None
         self.failed = Failed(op, scope, phase, source, tuple(sid for sid, *_ in outputs))
         self._events.append((0, op, scope, phase, source, inputs, outputs, extra, self.number))
@@ -235,7 +233,8 @@ class OpStream(TorchDispatchMode):
             self._inputs_in(kwargs.values(), inputs)
         outputs: list[tuple[int, Any, str, int]] = []
         made = False
-        if isinstance(out, Tensor):
+        sort = _SORTS.get(type(out)) or _learn_type(type(out))
+        if sort is _Sort.TENSOR:
             made = self._output(out, outputs)
         elif isinstance(out, (list, tuple)):
             for item in out:
@@ -247,15 +246,15 @@ class OpStream(TorchDispatchMode):
             scope = scopes.current
             phase: Phase = self.phase
             if made:
-                source = user_line(sys._getframe(3))
+                source = user_line(sys._getframe(2))
                 if stamped and torch.is_grad_enabled():
                     scopes.mark_line(source)
-        elif scopes.depth > 0 or (torch.is_grad_enabled() and in_checkpoint(sys._getframe(3))):
+        elif scopes.depth > 0 or (torch.is_grad_enabled() and in_checkpoint(sys._getframe(2))):
             # A function's recomputation enters no module.
             scope = scopes.current if scopes.depth > 0 else scopes.of_node(node)
             phase = Phase.RECOMPUTE
             if made:
-                source = user_line(sys._getframe(3))
+                source = user_line(sys._getframe(2))
         else:
             scope = scopes.of_node(node)
             phase = Phase.BACKWARD
