@@ -163,9 +163,10 @@ class Scopes:
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         if torch.compiler.is_compiling():
             return
-        if not any(entry[0] == id(module) for entry in self._stack):
+        number, stack = id(module), self._stack
+        if not stack or (stack[-1][0] != number and not any(entry[0] == number for entry in stack)):
             return  # entered before the watch began
-        while self._stack.pop()[0] != id(module):
+        while stack.pop()[0] != number:
             pass  # inner modules that an exception left
         self.depth = len(self._stack)
         self.current = self._stack[-1][1] if self._stack else NOWHERE
