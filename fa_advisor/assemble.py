@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from fa_advisor.advice import Facts, advise
 from fa_advisor.attribution import peak as peaks
 from fa_advisor.attribution.ledger import StepLog
 from fa_advisor.budgets.api import OLDEST, kept_budgets
 from fa_advisor.budgets.table import MAX_HEAD_DIM, Problem
 from fa_advisor.eligibility import Eligibility
+from fa_advisor.gpu_ledger import Measured
 from fa_advisor.probes.device import environment
 from fa_advisor.records import (
     AttentionSite,
     DeviceSpec,
     Memory,
+    PatchOutcome,
     TargetSpec,
     TileBudget,
 )
@@ -23,15 +23,6 @@ from fa_advisor.report import Report
 # Of each kernel, for each kind of site.
 TILES_SHOWN = 4
 _SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
-
-
-@dataclass(frozen=True)
-class Measured:
-    """What CUDA's allocator said of the step; `None` in a model's stead."""
-
-    peak_allocated_bytes: int
-    peak_reserved_bytes: int
-    outside_allocator_bytes: int | None
 
 
 def assemble(
@@ -44,14 +35,14 @@ def assemble(
     measured: Measured | None = None,
     max_positions: int | None = None,
     notes: tuple[str, ...] = (),
+    patch: PatchOutcome | None = None,
 ) -> Report:
     """The whole report. `types`: every module's class by its fully qualified name."""
     peak = peaks.peak_of(step)
     eligibility = Eligibility(device, torch_version, target.mode)
     sites = peaks.sites(step, peak.held, eligibility.why_not)
     budgets = _budgets(sites, device)
-    peak_bytes = measured.peak_allocated_bytes if measured else peak.bytes
-    unattributed = peak_bytes - peak.bytes
+    peak_bytes = max(peak.bytes, measured.peak_allocated_bytes) if measured else peak.bytes
     facts = Facts(
         step=step,
         peak=peak,
@@ -65,7 +56,7 @@ def assemble(
         seq_len=target.seq_len,
         batch_size=target.batch_size,
         max_positions=max_positions,
-        unseen_bytes=unattributed,
+        unseen_bytes=max(0, peak_bytes - step.peak_bytes),
     )
 
     return Report(
@@ -80,14 +71,16 @@ def assemble(
             ),
             peak_phase=peak.phase,
             categories=peak.categories,
-            unattributed_bytes=unattributed,
+            unattributed_bytes=peak_bytes - peak.bytes,
             outside_allocator_bytes=measured.outside_allocator_bytes if measured else None,
             timeline=peaks.timeline(step),
+            allocator=measured.allocator if measured else None,
         ),
         modules=peaks.modules(peak.held, types),
         sites=sites,
         budgets=budgets,
         advice=advise(facts, eligibility.best),
+        patch=patch,
         ledger=peaks.rows(peak.held),
         notes=notes,
     )

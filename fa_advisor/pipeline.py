@@ -6,14 +6,15 @@ the Python API, in the user's own process.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 from torch import nn
 
 from fa_advisor.attribution.ledger import Ledger
 from fa_advisor.attribution.storage import Origin
-from fa_advisor.errors import UsageError
+from fa_advisor.errors import TargetError, UsageError
+from fa_advisor.gpu_ledger import GpuLedger
 from fa_advisor.measure import OnProgress, Run
 from fa_advisor.placement import (
     DTYPES,
@@ -30,9 +31,10 @@ from fa_advisor.probes.masks import mark_triangular
 from fa_advisor.probes.watch import Watch
 from fa_advisor.recording import record
 from fa_advisor.records import DeviceSpec, Mode, ProfileRequest, Progress
-from fa_advisor.report import Report
+from fa_advisor.report import Report, write_whole
 from fa_advisor.steps import OptimizerName
 from fa_advisor.target import load, synthesise, target_code
+from fa_advisor.unfollowed import in_words
 
 __all__ = ["profile", "profile_target", "record"]
 
@@ -44,7 +46,30 @@ def profile_target(request: ProfileRequest, progress: OnProgress) -> Report:
     """
     placement = resolve(request.device)
     device, note = advise_for(request.gpu, placement.index)
-    notes = [note] if note else []
+    with ExitStack() as stack:
+        gpu_ledger = None
+        if placement.kind == "cuda":  # from before the model is built
+            keep = request.snapshot is not None or request.trace is not None
+            gpu_ledger = GpuLedger(placement.index, device, keep_trace=keep)
+            stack.enter_context(gpu_ledger)
+        try:
+            notes = (note,) if note else ()
+            return _profile(request, progress, placement, device, gpu_ledger, notes)
+        except TargetError as error:
+            told = gpu_ledger.explain() if gpu_ledger is not None else None
+            if told is None:
+                raise
+            raise TargetError(error.message, hint=in_words(told), detail=error.detail) from None
+
+
+def _profile(
+    request: ProfileRequest,
+    progress: OnProgress,
+    placement: Placement,
+    device: DeviceSpec,
+    gpu_ledger: GpuLedger | None,
+    notes: tuple[str, ...],
+) -> Report:
     fake = FakeDevice() if placement.kind == "fake" else None
     dtype = DTYPES[request.dtype]
     progress(Progress(stage="load", note=request.target or "the bundled example"))
@@ -81,9 +106,31 @@ def profile_target(request: ProfileRequest, progress: OnProgress) -> Report:
         device=device,
         label=target.path or target.name,
         progress=progress,
+        gpu_ledger=gpu_ledger,
     )
     report_of = run.measure(wrap=lambda: target_code(run.label), lr=1e-4)
-    return report_of(target.path, target.name, request.seq_len, tuple(notes))
+    notes = (*notes, *_write_traces(request, gpu_ledger))
+    return report_of(target.path, target.name, request.seq_len, notes)
+
+
+def _write_traces(request: ProfileRequest, gpu: GpuLedger | None) -> list[str]:
+    """Write what was asked for of the allocator's trace; a note for each that couldn't be."""
+    notes = []
+    for path, made in (
+        (request.snapshot, gpu.snapshot if gpu else None),
+        (request.trace, gpu.chrome_trace if gpu else None),
+    ):
+        if path is None:
+            continue
+        data = made() if made is not None else None
+        if data is None:
+            notes.append(f"{path} was not written: only a run on a GPU has an allocator's trace")
+            continue
+        try:
+            write_whole(path, data)
+        except UsageError as error:
+            notes.append(f"{path} was not written: {error.message}")
+    return notes
 
 
 def profile(
@@ -115,30 +162,35 @@ def profile(
     placement = Placement("cuda", on_gpu.index or 0) if on_gpu else Placement("fake", 0)
     device, note = advise_for(gpu, placement.index)
     fake = None if on_gpu else FakeDevice()
-    if inputs is None:
-        args, kwargs = synthesise(
-            model, batch_size=batch_size, seq_len=seq_len, mode=mode, dtype=dtype_of(model)
+    with ExitStack() as stack:
+        gpu_ledger = None
+        if on_gpu is not None:
+            gpu_ledger = stack.enter_context(GpuLedger(placement.index, device))
+        if inputs is None:
+            args, kwargs = synthesise(
+                model, batch_size=batch_size, seq_len=seq_len, mode=mode, dtype=dtype_of(model)
+            )
+            args, kwargs = move((args, kwargs), placement, None)
+        else:
+            args, kwargs = _as_call(inputs)
+        subject = model if fake is None else fake.copy_of(model)
+        run = Run(
+            model=subject,
+            args=args,
+            kwargs=kwargs,
+            mode=mode,
+            optimizer=optimizer,
+            placement=placement,
+            fake=fake,
+            device=device,
+            label=type(model).__name__,
+            progress=lambda _: None,
+            gpu_ledger=gpu_ledger,
         )
-        args, kwargs = move((args, kwargs), placement, None)
-    else:
-        args, kwargs = _as_call(inputs)
-    subject = model if fake is None else fake.copy_of(model)
-    run = Run(
-        model=subject,
-        args=args,
-        kwargs=kwargs,
-        mode=mode,
-        optimizer=optimizer,
-        placement=placement,
-        fake=fake,
-        device=device,
-        label=type(model).__name__,
-        progress=lambda _: None,
-    )
-    # A rate of 0 keeps the weights; what a step changes all the same is put back.
-    keep: AbstractContextManager[None] = nullcontext() if fake else state_kept(model)
-    with keep:
-        report_of = run.measure(wrap=nullcontext, lr=0.0)
+        # A rate of 0 keeps the weights; what a step changes all the same is put back.
+        keep: AbstractContextManager[None] = nullcontext() if fake else state_kept(model)
+        with keep:
+            report_of = run.measure(wrap=nullcontext, lr=0.0)
     return report_of(None, type(model).__name__, seq_len, (note,) if note else ())
 
 

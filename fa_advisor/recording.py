@@ -2,31 +2,36 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+from types import TracebackType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from fa_advisor.assemble import Measured, assemble
+from fa_advisor.assemble import assemble
+from fa_advisor.attribution.failure import Fallen
 from fa_advisor.attribution.ledger import Ledger
 from fa_advisor.errors import UsageError
+from fa_advisor.failing import Raised, raised, with_failure
+from fa_advisor.gpu_ledger import GpuLedger, Measured
+from fa_advisor.measure import foresee
 from fa_advisor.placement import dtype_of, sizes_of, specs_of
-from fa_advisor.probes.device import advise_for, outside_allocator_bytes
+from fa_advisor.probes.device import advise_for
 from fa_advisor.probes.events import Phase
 from fa_advisor.probes.opstream import torch_version
-from fa_advisor.probes.watch import Watch
-from fa_advisor.records import TargetSpec
+from fa_advisor.probes.watch import Call, Watch
+from fa_advisor.records import DeviceSpec, Mode, TargetSpec
 from fa_advisor.report import Report
-
-_active: list[Recording] = []
+from fa_advisor.steps import name_of
 
 
 class Recording:
     """Between enter and exit every operator of the process is followed; then `report`.
 
     Steps end where an optimizer's do; the step with the highest peak is the one reported. On a GPU
-    the peak is the allocator's (its peak statistics are reset on entry); on the CPU it is
+    the peak is the allocator's, whose statistics read as they would without us; on the CPU it is
     modelled. Recordings nest. An exception inside passes through, and what was seen until then
     can still be reported.
     """
@@ -39,16 +44,18 @@ class Recording:
         self._cuda_index = _cuda_index(model)
         self._device, note = advise_for(gpu, self._cuda_index or 0)
         self._notes = (note,) if note else ()
-        on_cuda = self._cuda_index is not None
-        self._ledger = Ledger(
-            modelled=not on_cuda, total_memory_bytes=self._device.total_memory_bytes
+        self._gpu = (
+            GpuLedger(self._cuda_index, self._device) if self._cuda_index is not None else None
         )
-        self._watch = Watch(
-            self._ledger.feed, self._device, device_type="cuda" if on_cuda else None
+        self._ledger: Ledger | GpuLedger = self._gpu or Ledger(
+            modelled=True, total_memory_bytes=self._device.total_memory_bytes
         )
-        self._peaks = [0, 0]  # allocated and reserved, kept over another recording's reset
+        self._stack = ExitStack()
+        self._watch: Watch | None = None
         self._measured: Measured | None = None
         self._report: Report | None = None
+        self._fallen: Fallen | None = None
+        self._error: Raised | None = None
         self._state = "new"
 
     def __enter__(self) -> Recording:
@@ -56,37 +63,46 @@ class Recording:
             raise UsageError(
                 "this recording has been used", hint="make another: fa_advisor.record(model)"
             )
-        for other in _active:
-            other._bank_peaks()
-        if self._cuda_index is not None:
-            torch.cuda.reset_peak_memory_stats(self._cuda_index)
-        self._watch.__enter__()
-        try:
+        with ExitStack() as stack:
+            if self._gpu is not None:
+                stack.enter_context(self._gpu)
+            watch = Watch(
+                self._ledger.feed,
+                self._device,
+                device_type="cuda" if self._gpu is not None else None,
+                stamp=self._gpu.stamp if self._gpu is not None else None,
+            )
+            stack.enter_context(watch)
+            if self._gpu is not None:
+                watch.on_end = self._gpu.end_step
             if self._model is not None:
-                self._watch.add_model(self._model)
+                watch.add_model(self._model)
             if self._optimizer is not None:
-                self._watch.label_optimizer(self._optimizer)
-        except BaseException:
-            self._watch.__exit__(None, None, None)
-            raise
+                watch.label_optimizer(self._optimizer)
+            self._watch = watch
+            self._stack = stack.pop_all()
         self._state = "running"
-        _active.append(self)
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        _active.remove(self)
-        self._watch.__exit__(*exc)
+    def __exit__(
+        self,
+        kind: type[BaseException] | None = None,
+        error: BaseException | None = None,
+        frames: TracebackType | None = None,
+    ) -> None:
+        watch = self._watch
+        if watch is not None:
+            watch.stream.flush()
+        if isinstance(error, torch.OutOfMemoryError) and self._gpu is not None:
+            failed = watch.stream.failed if watch is not None else None
+            self._fallen = self._gpu.fall(failed.sids if failed is not None else ())
+            self._error = raised(error)
+        if self._fallen is None:
+            self._ledger.end_step()
+        if self._gpu is not None:
+            self._measured = self._gpu.measured()
+        self._stack.close()
         self._state = "done"
-        if self._cuda_index is not None:
-            torch.cuda.synchronize(self._cuda_index)
-            self._bank_peaks()
-            reserved = torch.cuda.memory_reserved(self._cuda_index)
-            self._measured = Measured(
-                peak_allocated_bytes=self._peaks[0],
-                peak_reserved_bytes=self._peaks[1],
-                outside_allocator_bytes=outside_allocator_bytes(self._cuda_index, reserved),
-            )
-        self._ledger.end_step()
 
     @property
     def report(self) -> Report:
@@ -96,43 +112,40 @@ class Recording:
         return self._report
 
     def _make(self) -> Report:
-        step = self._ledger.best
-        if self._state != "done":
+        step, watch = self._ledger.best, self._watch
+        if self._state != "done" or watch is None:
             raise UsageError("the recording hasn't ended", hint="read .report after the with block")
-        if step is None or not self._watch.stream.op_count:
+        if step is None or not watch.stream.op_count:
             raise UsageError("nothing ran while recording", hint="call the model inside the block")
-        model = self._model if self._model is not None else self._watch.scopes.first_root()
-        parameters = list(model.parameters()) if model is not None else []
-        call = self._watch.first_call
-        batch, length = sizes_of(call)
+        model = self._model if self._model is not None else watch.scopes.first_root()
+        called = watch.calls.values()
+        call = next((c for c in called if c.model is model), next(iter(called), None))
         trained = any(entry.phase is not Phase.FORWARD for entry in step.entries)
-        return assemble(
+        if self._fallen is not None and call is not None:  # it may not have come to backward
+            trained = trained or call.makes_graph
+        mode: Mode = "train" if trained else "infer"
+        report = assemble(
             step=step,
-            types=self._watch.scopes.types,
+            types=watch.scopes.types,
             device=self._device,
-            target=TargetSpec(
-                path=None,
-                name=type(model).__name__ if model is not None else "",
-                mode="train" if trained else "infer",
-                dtype=str(dtype_of(model) if model is not None else torch.float32).removeprefix(
-                    "torch."
-                ),
-                batch_size=batch,
-                seq_len=length,
-                parameters=sum(p.numel() for p in parameters),
-                trainable_parameters=sum(p.numel() for p in parameters if p.requires_grad),
-                inputs=specs_of(model, *call) if model is not None else (),
-            ),
+            target=target_of(model, call, mode),
             torch_version=torch_version(),
             measured=self._measured,
-            notes=self._notes,
+            notes=(*self._notes, *(self._gpu.notes if self._gpu is not None else ())),
         )
+        if self._fallen is None or self._error is None or self._gpu is None:
+            return report
+        optimizer = self._optimizer or next(iter(watch.optimizers()), None)
 
-    def _bank_peaks(self) -> None:
-        if self._cuda_index is not None:
-            index = self._cuda_index
-            self._peaks[0] = max(self._peaks[0], torch.cuda.max_memory_allocated(index))
-            self._peaks[1] = max(self._peaks[1], torch.cuda.max_memory_reserved(index))
+        def whole_step(device: DeviceSpec) -> Report | None:
+            if model is None or call is None:
+                return None
+            return foresee(
+                model, call.args, call.kwargs, mode=mode, optimizer=name_of(optimizer),
+                device=device,
+            )  # fmt: skip
+
+        return with_failure(report, self._fallen, self._error, self._gpu, whole_step)
 
 
 def record(
@@ -154,6 +167,28 @@ def record(
             hint="leave it out to follow several: each is found when it steps",
         )
     return Recording(model, optimizer, gpu)
+
+
+def target_of(
+    model: nn.Module | None, call: Call | None, mode: Mode, path: str | None = None
+) -> TargetSpec:
+    """What ran in a step: the model, and how it was called."""
+    parameters = list(model.parameters()) if model is not None else []
+    args, kwargs = (call.args, call.kwargs) if call is not None else ((), {})
+    called = call.model if call is not None and call.model is not None else model
+    batch, length = sizes_of((args, kwargs))
+    dtype = dtype_of(model) if model is not None else torch.float32
+    return TargetSpec(
+        path=path,
+        name=type(model).__name__ if model is not None else "",
+        mode=mode,
+        dtype=str(dtype).removeprefix("torch."),
+        batch_size=batch,
+        seq_len=length,
+        parameters=sum(p.numel() for p in parameters),
+        trainable_parameters=sum(p.numel() for p in parameters if p.requires_grad),
+        inputs=specs_of(called, args, kwargs) if called is not None else (),
+    )
 
 
 def _cuda_index(model: nn.Module | None) -> int | None:

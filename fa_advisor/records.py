@@ -118,12 +118,35 @@ class TargetSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimelinePoint:
-    """Memory in use after the `t`-th allocation or free of the measured step."""
+    """Memory in use after the `t`-th allocation or free of the measured step.
+
+    `module` made the latest allocation. sum(categories) is `allocated_bytes`.
+    """
 
     t: int
     phase: Phase
     allocated_bytes: int
     attention_bytes: int
+    module: str = ""
+    categories: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AllocatorState:
+    """What the allocator held beyond the allocated bytes at the peak, by its own trace:
+    allocated + pending + cached + fragmented == reserved.
+
+    `cached_bytes`: segments that are free; `fragmented_bytes`: free blocks of segments in use;
+    `pending_bytes`: freed, but another stream might still use them; `private_pools_bytes`: of
+    the reserved, what belongs to CUDA graphs. `other_processes_bytes`: `None` where NVML can't say.
+    """
+
+    reserved_bytes: int
+    cached_bytes: int
+    fragmented_bytes: int
+    pending_bytes: int
+    private_pools_bytes: int
+    other_processes_bytes: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,6 +161,7 @@ class Memory:
     unattributed_bytes: int
     outside_allocator_bytes: int | None
     timeline: tuple[TimelinePoint, ...]
+    allocator: AllocatorState | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -316,6 +340,56 @@ class Advice:
     recommendations: tuple[Recommendation, ...]
 
 
+# limit: the device had room, the process wasn't allowed to take it; fragmentation: the bytes were
+# there, in pieces; other_processes: they would have been there, had others not held them.
+Cause = Literal["memory", "fragmentation", "limit", "other_processes"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Remedy:
+    """What would make a step fit that ran out of memory.
+
+    `saves_bytes`: how much less the step then needs, where that was computed; `enough`: does it fit
+    then, by itself; `value`: the largest batch or length that fits.
+    """
+
+    kind: Literal["patch", "batch", "length", "allocator", "limit", "other_processes"]
+    text: str
+    saves_bytes: int | None
+    enough: bool | None
+    value: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutOfMemory:
+    """The request that found no memory. The report's peak, categories and ledger are of that
+    moment.
+
+    `needed_bytes`: what the driver was asked for; `missing_bytes` of it weren't there. `fqn`, `op`,
+    `source`: who asked; `shape`, `dtype`: of the tensor that was to be made, empty for memory
+    inside an operator; `category`: what of attention's it would have been. `step_peak_bytes`: what
+    the whole step needs, modelled on fake tensors, of the `capacity_bytes` that torch could have.
+    """
+
+    requested_bytes: int
+    needed_bytes: int
+    missing_bytes: int
+    device_free_bytes: int
+    capacity_bytes: int
+    cause: Cause
+    phase: Phase
+    fqn: str
+    op: str
+    source: str | None
+    shape: tuple[int, ...]
+    dtype: str
+    category: Category | None
+    step_peak_bytes: int | None
+    remedies: tuple[Remedy, ...]
+    message: str
+    traceback: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PatchedSite:
     """What the patcher did to one site."""
@@ -350,6 +424,8 @@ class ProfileRequest:
     device: str = "auto"
     gpu: str | None = None
     optimizer: Literal["adamw", "sgd", "none"] = "adamw"
+    snapshot: str | None = None  # where to write torch's memory snapshot of the step
+    trace: str | None = None  # where to write its Chrome trace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -387,4 +463,5 @@ class ReportBody:
     advice: Advice
     patch: PatchOutcome | None = None
     ledger: tuple[LedgerRow, ...] = ()
+    out_of_memory: OutOfMemory | None = None
     notes: tuple[str, ...] = field(default=())

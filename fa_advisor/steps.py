@@ -32,6 +32,16 @@ def make_optimizer(
     return torch.optim.AdamW(trainable, lr=lr, foreach=foreach)
 
 
+def name_of(optimizer: Optimizer | None) -> OptimizerName:
+    """The optimizer of ours whose state is as large as this one's."""
+    if optimizer is None:
+        return "none"
+    group = optimizer.param_groups[0] if optimizer.param_groups else {}
+    if "betas" in group:
+        return "adamw"
+    return "sgd" if group.get("momentum") else "none"
+
+
 class Step:
     """Runs the model once on its inputs: forward, and in train mode loss, backward, optimizer."""
 

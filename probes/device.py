@@ -74,17 +74,34 @@ def advise_for(gpu: str | None, index: int = 0) -> tuple[DeviceSpec, str | None]
 def outside_allocator_bytes(index: int, reserved: int) -> int | None:
     """GPU memory that this process uses beyond torch's `reserved` bytes (CUDA context, libraries'
     workspaces, NCCL); `None` where NVML can't say, as in most containers."""
+    used = _used_by_process(index)
+    mine = used.get(os.getpid()) if used else None
+    return max(0, mine - reserved) if mine is not None else None
+
+
+def used_by_others_bytes(index: int) -> int | None:
+    """GPU memory that other processes use; `None` where NVML can't tell them apart."""
+    used = _used_by_process(index)
+    if not used or os.getpid() not in used:
+        return None
+    return sum(size for pid, size in used.items() if pid != os.getpid())
+
+
+def _used_by_process(index: int) -> dict[int, int]:
+    """Bytes of the CUDA device by process id, as far as NVML sees."""
     with _nvml() as nvml:
         handle = _handle(nvml, index, _torch_properties(index)) if nvml else None
         if not nvml or handle is None:
-            return None
+            return {}
         try:
             processes = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
         except nvml.NVMLError:
-            return None
-    used = [p.usedGpuMemory for p in processes if p.pid == os.getpid()]
-    known = [int(value) for value in used if value is not None]
-    return max(0, sum(known) - reserved) if known else None
+            return {}
+    used: dict[int, int] = {}
+    for process in processes:
+        if process.usedGpuMemory is not None:
+            used[process.pid] = used.get(process.pid, 0) + int(process.usedGpuMemory)
+    return used
 
 
 def environment() -> Environment:

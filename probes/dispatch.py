@@ -9,8 +9,9 @@ fake tensors as they do on CUDA. The overrides go when the last watch ends.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +21,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from fa_advisor.probes.events import SdpaFacts
 from fa_advisor.probes.opstream import dtype_name, torch_version
-from fa_advisor.probes.sdpa import AttentionCall, choose
+from fa_advisor.probes.sdpa import AttentionCall, Choice, choose
+from fa_advisor.records import DeviceSpec
 
 if TYPE_CHECKING:
     from fa_advisor.probes.watch import Watch
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 _watches: list[Watch] = []
 _library: torch.library.Library | None = None
+_installed: set[str] = set()
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 _KEYS = ("AutogradCPU", "CPU", "AutogradCUDA", "CUDA")
 
@@ -39,16 +42,31 @@ def observed_by(watch: Watch) -> Iterator[None]:
     _watches.append(watch)
     if _library is None:
         _library = torch.library.Library("aten", "IMPL")
-        for name, function in _OVERRIDES.items():
-            for key in _KEYS:
-                _library.impl(name, function, key)
+        _impl("scaled_dot_product_attention", sdpa)
+    if watch.fake is not None and "dropout" not in _installed:
+        for name, function in _ON_FAKES.items():
+            _impl(name, function)
     try:
         yield
     finally:
-        _watches.remove(watch)
-        if not _watches:
+        forget(watch)
+        if not _watches and _library is not None:
             _library._destroy()
             _library = None
+            _installed.clear()
+
+
+def _impl(name: str, function: Callable[..., Any]) -> None:
+    assert _library is not None
+    for key in _KEYS:
+        _library.impl(name, function, key)
+    _installed.add(name)
+
+
+def forget(watch: Watch) -> None:
+    """Tell a watch nothing more, and leave the overrides where they are."""
+    if watch in _watches:
+        _watches.remove(watch)
 
 
 def sdpa(
@@ -67,7 +85,7 @@ def sdpa(
     call = _describe(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
     backend = "math"
     for watch in _watches:
-        choice = choose(call, watch.gpu, torch_version(), _cudnn_version(), disabled=_disabled())
+        choice = _choice(call, watch.gpu, _disabled())
         if fake and watch.fake is not None:
             backend = choice.backend
         watch.sdpa(
@@ -98,6 +116,11 @@ def sdpa(
     finally:
         for watch in _watches:
             watch.sdpa(None)
+
+
+@lru_cache(maxsize=256)
+def _choice(call: AttentionCall, gpu: DeviceSpec, disabled: frozenset[str]) -> Choice:
+    return choose(call, gpu, torch_version(), _cudnn_version(), disabled=disabled)
 
 
 def _runs_math(
@@ -310,8 +333,7 @@ def _rms_norm(
     return aten.rms_norm.default._op_dk(_COMPOSITE, x, shape, weight, eps)
 
 
-_OVERRIDES = {
-    "scaled_dot_product_attention": sdpa,
+_ON_FAKES: dict[str, Callable[..., Any]] = {
     "dropout": _dropout,
     "softmax.int": _softmax,
     "log_softmax.int": _log_softmax,

@@ -85,18 +85,22 @@ class Code(IntEnum):
     SDPA = 5
     STEP = 6
     FORWARD_END = 7
+    BLOCK = 8
 
 
-# (OP, op, scope, phase, source, inputs, outputs, extra)
+# (OP, op, scope, phase, source, inputs, outputs, extra[, number])
 #   source   (file, line) | None, only where a storage was made
 #   inputs   ((sid, shape), ...) in the order of the arguments
 #   outputs  ((sid, shape, dtype, nbytes), ...); nbytes is -1 where the storage was known before
+#   number   which operator of the stream, from 1; only where the allocator's trace is recorded
 #   extra    dropout's p, softmax's dim, fused attention's facts that only the arguments tell
 # (FREE, sid)
 # (EXTERNAL, sid, shape, dtype, nbytes)    a storage that existed before the stream began
 # (RESIZE, sid, nbytes)
 # (LABEL, sid, label, fqn)                 parameter, buffer, gradient, optimizer_state, input, host
 # (SDPA, facts | None, scope, source)      scaled_dot_product_attention was entered | left
-# (STEP,)                                  the user's step ended
+# (STEP, kind, about)                      the user's step ended: train, infer
+# (BLOCK, sid, address, number)            where the storage lies, when that operator ran; comes
+#                                          before the event that makes the storage known
 # (FORWARD_END,)                           the outermost module returned without a graph
 Event = tuple[Any, ...]

@@ -11,13 +11,19 @@ import sys
 import weakref
 from collections.abc import Callable
 from enum import Enum
-from typing import Any
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch._C._dynamo import eval_frame as dynamo
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._pytree import tree_map
 
-from fa_advisor.probes.events import Code, Event, Kind, Op, Phase
+from fa_advisor.probes.collector import Allowance
+from fa_advisor.probes.events import Code, Event, Kind, Op, Phase, Scope
+from fa_advisor.probes.in_place import NAMES as MAY_BE_IN_PLACE
+from fa_advisor.probes.in_place import owned_by_the_engine, unwatched
 from fa_advisor.probes.lines import in_checkpoint, user_line
 from fa_advisor.probes.operators import classify
 from fa_advisor.probes.scopes import Scopes
@@ -25,9 +31,15 @@ from fa_advisor.probes.scopes import Scopes
 # Events are handed on in batches: the hot path only appends. Small ones, so that an event is gone
 # before Python's garbage collector would count it among what lasts.
 BATCH = 128
+# That Python's garbage collector counts and that an operator leaves in the events and the ledger.
+OBJECTS = 6
 
 _CompositeImplicit = torch._C.DispatchKey.CompositeImplicitAutograd
+_PYTHON_KEYS = (torch._C.DispatchKey.Python, torch._C.DispatchKey.PythonTLSSnapshot)
+# Composite for other devices; the CPU's and CUDA's own kernels run them whole.
+_WHOLE = frozenset(("aten::silu_backward", "aten::mish_backward", "aten::native_channel_shuffle"))
 _current_node: Callable[[], Any] = torch._C._current_autograd_node
+_PLAIN = frozenset((Tensor, torch.nn.Parameter))
 _DTYPES: dict[torch.dtype, str] = {}
 
 
@@ -51,6 +63,18 @@ def _learn_type(cls: type) -> _Sort:
     return sort
 
 
+class _Known(NamedTuple):
+    """What is decided once per operator. `call`: `func` without its wrapping in Python."""
+
+    op: Op
+    recorded: bool
+    composite: bool
+    call: Any
+    may_be_in_place: bool
+    has_scalars: bool
+    func: Any
+
+
 class _Ref(weakref.ref[Any]):
     """A weak reference to a storage that knows the storage's number."""
 
@@ -62,13 +86,31 @@ class _Ref(weakref.ref[Any]):
     sid: int
 
 
+class Failed(NamedTuple):
+    """An operator that found no memory; `sids` number the storages that it was about to make."""
+
+    op: Op
+    scope: Scope
+    phase: Phase
+    source: tuple[str, int] | None
+    sids: tuple[int, ...]
+
+
 class OpStream(TorchDispatchMode):
     """`sink` gets lists of events; `execute` runs an operator (fake tensors bring their own).
 
     `device_type`: only storages on this device are numbered ("cuda" on a GPU; None: all).
+    `stamp` is called with "NUMBER name" before an operator runs and with "" after it; with it,
+    events say where storages lie, and compiled graphs run compiled.
     """
 
     supports_higher_order_operators = True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Dynamo traces nothing in here; but torch's own way of saying so puts two Python functions
+        before every operator."""
+        return False
 
     def __init__(
         self,
@@ -77,20 +119,30 @@ class OpStream(TorchDispatchMode):
         *,
         device_type: str | None = None,
         execute: Callable[..., Any] | None = None,
+        stamp: Callable[[str], None] | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._sink = sink
         self._scopes = scopes
         self._device_type = device_type
         self._execute = execute
+        self._stamp = stamp
+        if stamp is not None:
+            owned_by_the_engine()  # now, while autograd can still be run
+        self.failed: Failed | None = None  # the last operator that found no memory
+        self.number = 0  # of the last operator that began, where allocations are stamped
         # By id: an OpOverload's own hash is computed in Python. The entry keeps the id alive.
-        self._ops: dict[int, tuple[Op, bool, bool, Any]] = {}
+        self._ops: dict[int, _Known] = {}
+        self._is_here = None if device_type is None else attrgetter(f"is_{device_type}")
         self._refs: dict[int, _Ref] = {}
         self._next_sid = 0
         self._events: list[Event] = []
         self._plain: dict[type, bool] = {}
         self.phase = Phase.FORWARD
+        self.muted = False
         self.op_count = 0
+        self._step_began = 0  # at this op_count
+        self._allowance = Allowance()
         self.overrides: dict[Any, Callable[..., Any]] = {}
 
     # -- the hot path -----------------------------------------------------------------------
@@ -98,56 +150,122 @@ class OpStream(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        known = self._ops.get(id(func))
-        op, recorded, composite, _ = known or self._learn(func)
+        tracing = dynamo.set_eval_frame(None)
+        if tracing is not None:
+            try:
+                return self.__torch_dispatch__(func, types, args, kwargs)
+            finally:
+                dynamo.set_eval_frame(tracing)
+        if self.muted:
+            return func(*args, **(kwargs or {}))
+        known = self._ops.get(id(func)) or self._learn(func)
+        op, recorded, composite, call, _, _, _ = known
         if types and not self._all_plain(types):
             return NotImplemented  # a wrapper subclass: its inner ops come by on their own
         if composite:
             return self._decompose(func, args, kwargs)
         execute = self._execute
-        if execute is not None:
+        if self._stamp is not None and recorded:
+            out = self._run_stamped(self._stamp, known, args, kwargs)
+        elif execute is not None:
             out = execute(func, types, args, kwargs or {})
         elif kwargs:
-            out = func(*args, **kwargs)
+            out = call(*args, **kwargs)
         else:
-            out = func(*args)
-        if recorded:  # views have no storage of their own
-            if self.phase is not Phase.OPTIMIZER:
-                self._record(op, args, kwargs, out)
-            elif not op.writes:
-                self._record_update(op, out)
+            out = call(*args)
+        if not recorded:  # views have no storage of their own
+            if (
+                self._stamp is not None
+                and self.phase is Phase.FORWARD
+                and torch.is_grad_enabled()
+                and _current_node() is None
+            ):
+                self._scopes.mark_line(user_line(sys._getframe(1)))
+        elif self.phase is not Phase.OPTIMIZER:
+            self._record(op, args, kwargs, out, known.has_scalars)
+        elif not op.writes:
+            self._record_update(op, out)
         return out
 
-    def _record(self, op: Op, args: Any, kwargs: Any, out: Any) -> None:
+    def _run_stamped(
+        self, stamp: Callable[[str], None], known: _Known, args: Any, kwargs: Any
+    ) -> Any:
+        """Run an operator on the GPU; what it allocates carries its number."""
+        op, _, _, call, may_be_in_place, _, func = known
+        self.number += 1
+        stamp(f"{self.number} {op.name}")
+        try:
+            if may_be_in_place and not kwargs and not torch.is_grad_enabled():
+                node = _current_node()
+                if node is not None:
+                    call = unwatched(func, node, args)
+            return call(*args, **kwargs) if kwargs else call(*args)
+        except torch.OutOfMemoryError:
+            self._record_failure(op, func, args, kwargs or {})
+            raise
+        finally:
+            stamp("")
+
+    def _record_failure(self, op: Op, func: Any, args: Any, kwargs: Any) -> None:
+        """An operator found no memory: tell what it was about to make."""
+        inputs: list[tuple[int, Any]] = []
+        self._inputs_in(args, inputs)
+        self._inputs_in(kwargs.values(), inputs)
+        outputs: list[tuple[int, Any, str, int]] = []
+        for made in _as_on_meta(func, args, kwargs):
+            nbytes = made.untyped_storage().nbytes()
+            outputs.append((self._next_sid, made.shape, dtype_name(made.dtype), nbytes))
+            self._next_sid += 1
+        node = _current_node()
+        backward = node is not None and self._scopes.depth == 0
+        scope = self._scopes.of_node(node) if backward else self._scopes.current
+        phase = Phase.BACKWARD if backward else self.phase
+        source = self._scopes.line_of_node(node) if backward else user_line(sys._getframe(2))
+        extra = _extra(op, args) if op.kind in _WITH_SCALARS else None
+        self.failed = Failed(op, scope, phase, source, tuple(sid for sid, *_ in outputs))
+        self._events.append((0, op, scope, phase, source, inputs, outputs, extra, self.number))
+        self._events += [(1, sid) for sid, *_ in outputs]  # they never came to be
+
+    def _record(self, op: Op, args: Any, kwargs: Any, out: Any, has_scalars: bool) -> None:
         inputs: list[tuple[int, Any]] = []
         self._inputs_in(args, inputs)
         if kwargs:
             self._inputs_in(kwargs.values(), inputs)
         outputs: list[tuple[int, Any, str, int]] = []
         made = False
-        if isinstance(out, Tensor):
+        sort = _SORTS.get(type(out)) or _learn_type(type(out))
+        if sort is _Sort.TENSOR:
             made = self._output(out, outputs)
         elif isinstance(out, (list, tuple)):
             for item in out:
                 if isinstance(item, Tensor):
                     made = self._output(item, outputs) or made
-        node = _current_node()
+        node, scopes, stamped = _current_node(), self._scopes, self._stamp is not None
+        source = None
         if node is None:
-            scope = self._scopes.current
+            scope = scopes.current
             phase: Phase = self.phase
-        elif self._scopes.depth > 0:
-            scope = self._scopes.current
+            if made:
+                source = user_line(sys._getframe(2))
+                if stamped and torch.is_grad_enabled():
+                    scopes.mark_line(source)
+        elif scopes.depth > 0 or (torch.is_grad_enabled() and in_checkpoint(sys._getframe(2))):
+            # A function's recomputation enters no module.
+            scope = scopes.current if scopes.depth > 0 else scopes.of_node(node)
             phase = Phase.RECOMPUTE
-        elif torch.is_grad_enabled() and in_checkpoint(sys._getframe(2)):
-            scope = self._scopes.of_node(node)  # a function's recomputation enters no module
-            phase = Phase.RECOMPUTE
+            if made:
+                source = user_line(sys._getframe(2))
         else:
-            scope = self._scopes.of_node(node)
+            scope = scopes.of_node(node)
             phase = Phase.BACKWARD
-        source = user_line(sys._getframe(2)) if made and phase is not Phase.BACKWARD else None
-        extra = _extra(op, args) if op.kind in _WITH_SCALARS else None
+            if stamped:
+                source = scopes.line_of_node(node)
+        extra = _extra(op, args) if has_scalars else None
         events = self._events
-        events.append((0, op, scope, phase, source, inputs, outputs, extra))
+        if stamped:
+            events.append((0, op, scope, phase, source, inputs, outputs, extra, self.number))
+        else:
+            events.append((0, op, scope, phase, source, inputs, outputs, extra))
         self.op_count += 1
         if len(events) >= BATCH:
             self.flush()
@@ -165,15 +283,15 @@ class OpStream(TorchDispatchMode):
                     made = self._output(item, outputs) or made
         if made:
             scope = self._scopes.current
-            self._events.append((0, op, scope, Phase.OPTIMIZER, None, (), outputs, None))
+            source = user_line(sys._getframe(2)) if self._stamp is not None else None
+            event = (0, op, scope, Phase.OPTIMIZER, source, (), outputs, None)
+            self._events.append(event if self._stamp is None else (*event, self.number))
 
     def sid(self, tensor: Tensor) -> int:
         """The number of a tensor's storage; -1 for one that isn't followed.
 
         A storage never seen before existed before the stream began.
         """
-        if self._device_type is not None and tensor.device.type != self._device_type:
-            return -1
         try:
             storage = tensor.untyped_storage()
         except (NotImplementedError, RuntimeError):  # sparse, or no storage of its own
@@ -181,6 +299,8 @@ class OpStream(TorchDispatchMode):
         ref = self._refs.get(storage._cdata)
         if ref is not None:
             return ref.sid
+        if self._is_here is not None and not self._is_here(tensor):
+            return -1
         if self.phase is Phase.OPTIMIZER and tensor.ndim == 0:
             return -1  # a scalar operand, which lives on the host
         nbytes = storage.nbytes()
@@ -190,20 +310,19 @@ class OpStream(TorchDispatchMode):
         return ref.sid
 
     def _inputs_in(self, values: Any, inputs: list[tuple[int, Any]]) -> None:
-        refs, everywhere = self._refs, self._device_type is None
+        refs = self._refs
         for value in values:
             sort = _SORTS.get(type(value))
             if sort is None:
                 sort = _learn_type(type(value))
             if sort is _Sort.TENSOR:
-                if everywhere:  # the common case of `sid`, without the call
-                    try:
-                        ref = refs.get(value.untyped_storage()._cdata)
-                    except (NotImplementedError, RuntimeError):
-                        continue
-                    if ref is not None:
-                        inputs.append((ref.sid, value.shape))
-                        continue
+                try:  # the common case of `sid`, without the call
+                    ref = refs.get(value.untyped_storage()._cdata)
+                except (NotImplementedError, RuntimeError):
+                    continue
+                if ref is not None:
+                    inputs.append((ref.sid, value.shape))
+                    continue
                 sid = self.sid(value)
                 if sid >= 0:
                     inputs.append((sid, value.shape))
@@ -211,8 +330,6 @@ class OpStream(TorchDispatchMode):
                 self._inputs_in(value, inputs)
 
     def _output(self, tensor: Tensor, outputs: list[tuple[int, Any, str, int]]) -> bool:
-        if self._device_type is not None and tensor.device.type != self._device_type:
-            return False
         try:
             storage = tensor.untyped_storage()
         except (NotImplementedError, RuntimeError):
@@ -220,26 +337,35 @@ class OpStream(TorchDispatchMode):
         nbytes = storage.nbytes()
         ref = self._refs.get(storage._cdata)
         if ref is None:
+            if self._is_here is not None and not self._is_here(tensor):
+                return False
             ref = self._number(storage, nbytes)
             outputs.append((ref.sid, tensor.shape, dtype_name(tensor.dtype), nbytes))
             return True
         if nbytes != ref.nbytes:
             ref.nbytes = nbytes
             self._events.append((Code.RESIZE, ref.sid, nbytes))
+            self._locate(storage, ref.sid)
         outputs.append((ref.sid, tensor.shape, "", -1))
         return False
 
     def _number(self, storage: Any, nbytes: int) -> _Ref:
-        ref = _Ref(storage, self._died)
+        ref = _Ref(storage, self.died)
         ref.sid = self._next_sid
         ref.key = storage._cdata
         ref.nbytes = nbytes
         ref.label = ""
         self._next_sid += 1
         self._refs[ref.key] = ref
+        self._locate(storage, ref.sid)
         return ref
 
-    def _died(self, ref: Any) -> None:
+    def _locate(self, storage: Any, sid: int) -> None:
+        if self._stamp is not None:
+            self._events.append((Code.BLOCK, sid, storage.data_ptr(), self.number))
+
+    def died(self, ref: Any) -> None:
+        """The storage that a `_Ref` is of is gone."""
         known: Any = self._refs.get(ref.key)
         if known is ref:
             del self._refs[ref.key]
@@ -247,7 +373,7 @@ class OpStream(TorchDispatchMode):
 
     # -- once per operator or type ------------------------------------------------------------
 
-    def _learn(self, func: Any) -> tuple[Op, bool, bool, Any]:
+    def _learn(self, func: Any) -> _Known:
         op = classify(func)
         recorded = op.kind is not Kind.VIEW
         # In inference mode composite ops arrive undecomposed; take them apart as autograd would.
@@ -256,8 +382,17 @@ class OpStream(TorchDispatchMode):
             and isinstance(func, torch._ops.OpOverload)
             and torch._C._dispatch_has_kernel(func.name())
             and torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), _CompositeImplicit)
+            and func.name() not in _WHOLE
         )
-        known = self._ops[id(func)] = (op, recorded, composite, func)
+        known = self._ops[id(func)] = _Known(
+            op,
+            recorded,
+            composite,
+            func._op if type(func) is torch._ops.OpOverload else func,
+            op.name in MAY_BE_IN_PLACE,
+            op.kind in _WITH_SCALARS,
+            func,
+        )
         return known
 
     def _decompose(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -277,6 +412,43 @@ class OpStream(TorchDispatchMode):
                 return False
         return True
 
+    def ignore_compile_internals(self) -> bool:  # type: ignore[override]
+        """On a GPU a compiled model runs compiled, as it does for the user: the allocator's trace
+        sees what is inside. Elsewhere torch runs it uncompiled, so that the mode sees."""
+        return self._stamp is not None
+
+    # -- coming and going, not always as a block does ------------------------------------------
+
+    def begin(self) -> None:
+        """See the operators of this thread from now on."""
+        self.muted = False
+        self._allow()
+        if self in _get_current_dispatch_mode_stack():
+            self.revive()
+        else:
+            self.__enter__()  # type: ignore[no-untyped-call]
+
+    def end(self, *, as_block: bool) -> None:
+        """Leave the thread's stack of modes; where that can't be now, stay on it and see nothing.
+
+        What isn't a block (`as_block`) can't leave under another mode, in another thread, in the
+        middle of a backward, and within `torch.inference_mode()`, which puts the dispatch keys back
+        as it found them.
+        """
+        self.flush()
+        self._allowance.close()
+        stack = _get_current_dispatch_mode_stack()
+        nested = torch.is_inference_mode_enabled() or torch._C._current_graph_task_id() != -1
+        if stack and stack[-1] is self and (as_block or not nested):
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        self.muted = True
+
+    def revive(self) -> None:
+        """See on where the end of a `torch.inference_mode()` that it began in has blinded it."""
+        for key in _PYTHON_KEYS:
+            if not torch._C._dispatch_tls_is_dispatch_key_included(key):
+                torch._C._dispatch_tls_set_dispatch_key_included(key, True)
+
     # -- what others tell the stream ----------------------------------------------------------
 
     def emit(self, event: Event) -> None:
@@ -284,6 +456,8 @@ class OpStream(TorchDispatchMode):
 
     def label(self, tensor: Tensor, label: str, fqn: str, *, triangular: bool = False) -> None:
         """Say what a tensor's storage is; wrapper subclasses are labelled by their parts."""
+        if type(tensor) in _PLAIN and self.labelled(tensor, label):
+            return
         for part in parts(tensor):
             sid = self.sid(part)
             if sid < 0:
@@ -293,18 +467,46 @@ class OpStream(TorchDispatchMode):
                 ref.label = label
                 self._events.append((Code.LABEL, sid, label, fqn, triangular))
 
+    def labelled(self, tensor: Tensor, label: str) -> bool:
+        """Whether `label` is what a plain tensor's storage is known as already."""
+        try:
+            ref = self._refs.get(tensor.untyped_storage()._cdata)
+        except (NotImplementedError, RuntimeError):
+            return False
+        return ref is not None and ref.label == label
+
     def resized(self, storage: Any) -> None:
         """A storage was resized behind the dispatcher's back."""
         ref = self._refs.get(storage._cdata)
         if ref is not None and storage.nbytes() != ref.nbytes:
             ref.nbytes = storage.nbytes()
             self._events.append((Code.RESIZE, ref.sid, ref.nbytes))
+            self._locate(storage, ref.sid)
 
     def flush(self) -> None:
         """Hand on what has been seen so far."""
         events, self._events = self._events, []
         if events:
             self._sink(events)
+            self._allow()
+
+    def step_ends(self) -> None:
+        """What was kept of the step is let go."""
+        self._step_began = self.op_count
+        self._allow()
+
+    def _allow(self) -> None:
+        if not self.muted:
+            self._allowance.allow(OBJECTS * (self.op_count - self._step_began + BATCH))
+
+
+def _hide_from_dynamo(*functions: Callable[..., Any]) -> None:
+    skip = dynamo._FrameExecStrategy(dynamo._FrameAction.SKIP, dynamo._FrameAction.DEFAULT)
+    for function in functions:
+        dynamo.set_code_exec_strategy(function.__code__, skip)
+
+
+_hide_from_dynamo(OpStream.__torch_dispatch__, OpStream.died)
 
 
 def parts(tensor: Tensor) -> list[Tensor]:
@@ -329,6 +531,24 @@ def dtype_name(dtype: torch.dtype) -> str:
     if name is None:
         name = _DTYPES[dtype] = str(dtype).removeprefix("torch.")
     return name
+
+
+def _as_on_meta(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """What an operator would make, as tensors without memory; none where that can't be told."""
+
+    def shadow(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return torch.empty_strided(
+                value.shape, value.stride(), dtype=value.dtype, device="meta"
+            )
+        return torch.device("meta") if isinstance(value, torch.device) else value
+
+    try:
+        made = func(*tree_map(shadow, args), **tree_map(shadow, kwargs))
+    except Exception:
+        return []
+    found = made if isinstance(made, (list, tuple)) else (made,)
+    return [t for t in found if isinstance(t, Tensor) and t.device.type == "meta"]
 
 
 _WITH_SCALARS = frozenset((Kind.SOFTMAX, Kind.DROPOUT, Kind.RANDOM, Kind.FUSED_ATTENTION))

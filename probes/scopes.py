@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from bisect import bisect_right
 from collections.abc import Callable
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -26,45 +28,80 @@ class Scopes:
     """The stack of running modules. `current` is the innermost one's scope.
 
     `on_enter(module, args)` and `on_leave(module)` are called for outermost modules only.
+    `root_of(module)`: the model that a module called on its own is part of, where that is known.
+    No module is kept alive.
     """
 
     def __init__(self) -> None:
         self.current = NOWHERE
         self.depth = 0
+        self.calls_elsewhere = 0  # of modules, in threads that aren't followed
+        self._thread = 0
         self.types: dict[str, str] = {}
+        self.root_of: Callable[[nn.Module], nn.Module] = lambda module: module
         self.on_enter: Callable[[nn.Module, Any], None] | None = None
         self.on_leave: Callable[[nn.Module], None] | None = None
         self._stack: list[tuple[int, Scope]] = []
-        self._known: dict[int, Scope] = {}
-        self._roots: list[nn.Module] = []  # keeps ids valid
+        self._known: dict[int, Scope] = {}  # by id, for as long as the model lives
+        self._roots: list[weakref.ref[nn.Module]] = []
+        self._taken: set[str] = set()
+        self._vacant: dict[str, list[str]] = {}  # prefixes that models of a class had
         self._numbers: list[int] = []
         self._boundary_scopes: list[Scope] = []
+        self._lines: dict[int, tuple[str, int]] = {}
         self._handles: list[Any] = []
 
     def add_root(self, module: nn.Module) -> str:
-        """Name a model's modules; a second model's names start with its class's name."""
+        """Name a model's modules; a second model's names start with its class's name.
+
+        A model that is built anew, for the next fold say, has the names of the one that is gone.
+        """
         known = self._known.get(id(module))
         if known is not None:
             return known.fqn
-        prefix = type(module).__name__ if self._roots else ""
-        base, count = prefix, 2
-        while self._roots and prefix in self.types:
-            prefix, count = f"{base}#{count}", count + 1
-        self._roots.append(module)
+        kind = type(module).__name__
+        prefix = self._prefix(kind)
+        ids = []
         for name, child in module.named_modules():
-            fqn = f"{prefix}.{name}" if prefix and name else prefix or name
-            self._known.setdefault(id(child), _scope(fqn, child))
-            self.types.setdefault(fqn, type(child).__name__)
+            fqn = qualified(prefix, name)
+            if self._known.setdefault(id(child), scope := _scope(fqn, child)) is scope:
+                ids.append(id(child))
+            if type(child).__name__ != "OptimizedModule" or fqn not in self.types:
+                self.types[fqn] = type(child).__name__
+
+        def gone(root: weakref.ref[nn.Module]) -> None:
+            for number in ids:
+                self._known.pop(number, None)
+            self._roots.remove(root)
+            self._vacant.setdefault(kind, []).append(prefix)
+
+        self._roots.append(weakref.ref(module, gone))
         return prefix
+
+    def _prefix(self, kind: str) -> str:
+        vacant = self._vacant.get(kind)
+        if vacant:
+            return vacant.pop(0)
+        prefix = kind if self._taken else ""
+        base, count = prefix, 2
+        while prefix in self._taken or (prefix and prefix in self.types):
+            prefix, count = f"{base}#{count}", count + 1
+        self._taken.add(prefix)
+        return prefix
+
+    def roots(self) -> list[nn.Module]:
+        """The models that were named or called and that live, in that order."""
+        return [module for root in self._roots if (module := root()) is not None]
 
     def first_root(self) -> nn.Module | None:
         """The first model that was named or called."""
-        return self._roots[0] if self._roots else None
+        return next(iter(self.roots()), None)
 
     def install(self) -> None:
-        """Watch every module call of the process until `remove`."""
+        """Watch every module call of this thread until `remove`."""
+        self._thread = get_ident()
         self._handles = [
-            nn_module.register_module_forward_pre_hook(self._enter),
+            nn_module.register_module_forward_pre_hook(self.enter),
             nn_module.register_module_forward_hook(self._leave, always_call=True),
         ]
 
@@ -75,12 +112,40 @@ class Scopes:
         self._stack.clear()
         self.current, self.depth = NOWHERE, 0
 
+    def forget_steps_before(self, number: int) -> int:
+        """Drop boundaries older than autograd's sequence number `number`; the number now."""
+        at = bisect_right(self._numbers, number) - 1
+        if at > 0:
+            del self._numbers[:at]
+            del self._boundary_scopes[:at]
+        return _sequence_number()
+
     def of_node(self, node: Any) -> Scope:
         """The module whose forward made an autograd node."""
         at = bisect_right(self._numbers, node._sequence_nr()) - 1
         return self._boundary_scopes[at] if at >= 0 else NOWHERE
 
-    def _enter(self, module: nn.Module, args: Any) -> None:
+    def mark_line(self, source: tuple[str, int] | None) -> None:
+        """The autograd node made last belongs to this line, if there is one."""
+        if source is None:
+            return
+        lines = self._lines
+        lines[_sequence_number() - 1] = source
+        if len(lines) > _MAX_BOUNDARIES:
+            for number in list(lines)[: _MAX_BOUNDARIES // 2]:
+                del lines[number]
+
+    def line_of_node(self, node: Any) -> tuple[str, int] | None:
+        """The line of the forward that made an autograd node."""
+        return self._lines.get(node._sequence_nr())
+
+    def enter(self, module: nn.Module, args: Any) -> None:
+        """A module's forward begins."""
+        if torch.compiler.is_compiling():
+            return  # traced, not run: a word more, and Dynamo would break the graph here
+        if self.elsewhere():
+            self.calls_elsewhere += 1
+            return
         scope = self._known.get(id(module))
         if scope is None:
             scope = self._name(module)
@@ -91,10 +156,17 @@ class Scopes:
         self.depth += 1
         self._mark(scope)
 
+    def elsewhere(self) -> bool:
+        """Whether a thread that isn't followed asks; autograd's are, for checkpoints' sake."""
+        return get_ident() != self._thread and torch._C._current_graph_task_id() == -1
+
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not any(entry[0] == id(module) for entry in self._stack):
+        if torch.compiler.is_compiling():
+            return
+        number, stack = id(module), self._stack
+        if not stack or (stack[-1][0] != number and not any(entry[0] == number for entry in stack)):
             return  # entered before the watch began
-        while self._stack.pop()[0] != id(module):
+        while stack.pop()[0] != number:
             pass  # inner modules that an exception left
         self.depth = len(self._stack)
         self.current = self._stack[-1][1] if self._stack else NOWHERE
@@ -110,8 +182,16 @@ class Scopes:
             fqn = f"{parent}.{name}" if parent else name
             self.types.setdefault(fqn, name)
             return _scope(fqn, module)
-        self.add_root(module)
-        return self._known[id(module)]
+        if not _holds_tensors(module):  # a loss, a transform: made anew in every step, perhaps
+            name = type(module).__name__
+            self.types.setdefault(name, name)
+            return _scope(name, module)
+        self.add_root(self.root_of(module))
+        known = self._known.get(id(module))
+        if known is None:  # the model doesn't hold it any more
+            self.add_root(module)
+            known = self._known[id(module)]
+        return known
 
     def _mark(self, scope: Scope) -> None:
         number = _sequence_number()
@@ -126,6 +206,16 @@ class Scopes:
         if len(numbers) > _MAX_BOUNDARIES:
             del numbers[: _MAX_BOUNDARIES // 2]
             del self._boundary_scopes[: _MAX_BOUNDARIES // 2]
+
+
+def qualified(prefix: str, name: str) -> str:
+    """A module's name below a model's; what torch.compile wraps around a module has none."""
+    plain = ".".join(part for part in name.split(".") if part != "_orig_mod")
+    return f"{prefix}.{plain}" if prefix and plain else prefix or plain
+
+
+def _holds_tensors(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters()) or any(True for _ in module.buffers())
 
 
 def _scope(fqn: str, module: nn.Module) -> Scope:

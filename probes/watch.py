@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from types import FrameType
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention import flex_attention as flex
+from torch.nn.modules import module as nn_module
 from torch.nn.modules import transformer
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
@@ -18,14 +22,16 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.weak import WeakIdKeyDictionary
 
 from fa_advisor.probes import dispatch
+from fa_advisor.probes.compiled import uncompiled
 from fa_advisor.probes.events import Code, Event, Phase
 from fa_advisor.probes.fake import FakeDevice, cuda_calls_as_cpu
 from fa_advisor.probes.lines import user_line
 from fa_advisor.probes.masks import is_triangular
 from fa_advisor.probes.opstream import OpStream
-from fa_advisor.probes.scopes import Scopes
+from fa_advisor.probes.scopes import Scopes, qualified
 from fa_advisor.probes.structure import tensors_in
 from fa_advisor.records import DeviceSpec
 
@@ -34,7 +40,7 @@ class Watch:
     """A context manager: inside it every operator, module, gradient and optimizer step is seen.
 
     `sink` gets the events. `gpu` decides which SDPA backend fake tensors take and is what
-    `why_not` speaks of. `fake`: run on fake tensors. `device_type`: see `OpStream`.
+    `why_not` speaks of. `fake`: run on fake tensors. `device_type`, `stamp`: see `OpStream`.
     """
 
     def __init__(
@@ -44,6 +50,7 @@ class Watch:
         *,
         device_type: str | None = None,
         fake: FakeDevice | None = None,
+        stamp: Callable[[str], None] | None = None,
     ) -> None:
         self.scopes = Scopes()
         self.fake = fake
@@ -54,112 +61,212 @@ class Watch:
             self.scopes,
             device_type=device_type,
             execute=fake.execute if fake else None,
+            stamp=stamp,
         )
         self.stream.overrides[torch.ops.aten.scaled_dot_product_attention.default] = dispatch.sdpa
-        self._stack = ExitStack()
-        self._seen_parameters: set[int] = set()
+        self._hooked = ExitStack()
+        self._watching = ExitStack()
+        self._seen_parameters: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._hooks: list[Any] = []
-        self.first_call: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
+        self._step_handles: list[Any] = []
+        self.cycle = Cycle()
+        self._optimizers: WeakSet[Any] = WeakSet()
+        self.as_block = True  # begins and ends where a block of code does
+        self.paused = True
+        self.met_compiled = False  # what would have been compiled ran as it is
+        self.trained = False  # a gradient has come, or an optimizer stepped
+        self.gradients = 0  # how often one has come
+        self.calls: dict[int, Call] = {}  # the first of each outermost model, by the model's id
+        self.on_enter: Callable[[nn.Module, Any], object] | None = None
+        self.on_leave: Callable[[nn.Module], object] | None = None
+        self.on_step: Callable[[], object] = lambda: self.end_step("train")
+        # Takes the steps' ends, if it is there, at the very moment: else the sink does, in turn.
+        self.on_end: Callable[[str, object], object] | None = None
 
     def __enter__(self) -> Watch:
-        stack = self._stack
+        stack = self._hooked
         try:
             self.scopes.on_enter = self._forward_begins
             self.scopes.on_leave = self._forward_ends
             self.scopes.install()
             stack.callback(self.scopes.remove)
-            for handle in (
+            self._step_handles = [
                 register_optimizer_step_pre_hook(self._step_begins),
                 register_optimizer_step_post_hook(self._step_ends),
-            ):
+            ]
+            for handle in self._step_handles:
                 stack.callback(handle.remove)
-            stack.callback(self._remove_hooks)
-            stack.enter_context(dispatch.observed_by(self))
-            stack.enter_context(_observed_resizes(self.stream))
-            if self.fake is not None:
-                stack.enter_context(cuda_calls_as_cpu())
-            if self._device_type != "cuda":
-                stack.enter_context(_taken_apart())
-            stack.enter_context(self.stream)
-            stack.callback(self.stream.flush)
+            self.resume()
         except BaseException:
             stack.close()
             raise
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._stack.close()
+        self.pause()
+        self._hooked.close()
+
+    def pause(self) -> None:
+        """See modules and optimizer steps begin and end, and nothing else."""
+        self.paused = True
+        self._watching.close()
+
+    def resume(self) -> None:
+        """See everything again, and what the known models hold now."""
+        stack = self._watching
+        try:
+            stack.callback(self._remove_hooks)
+            if not self.stream.ignore_compile_internals():
+                stack.enter_context(uncompiled(self._met_compiled))
+            stack.enter_context(dispatch.observed_by(self))
+            stack.enter_context(_observed_resizes(self.stream))
+            if self.fake is not None:
+                stack.enter_context(cuda_calls_as_cpu())
+            if self._device_type != "cuda":
+                stack.enter_context(_taken_apart())
+            stack.callback(lambda: self.stream.end(as_block=self.as_block))
+            self.stream.begin()
+            self.look_again()
+        except BaseException:
+            stack.close()
+            raise
+        self.paused = False
 
     # -- models, inputs, optimizers ------------------------------------------------------------
 
     def add_model(self, model: nn.Module) -> None:
         """Label a model's parameters, buffers and existing gradients, and follow its gradients."""
         prefix = self.scopes.add_root(model)
-        self._hooks.append(model.register_forward_pre_hook(_Called(self), with_kwargs=True))
         for name, module in model.named_modules():
-            fqn = f"{prefix}.{name}" if prefix and name else prefix or name
+            fqn = qualified(prefix, name)
             for parameter in module.parameters(recurse=False):
-                if id(parameter) not in self._seen_parameters:
+                if parameter not in self._seen_parameters:
                     self._add_parameter(parameter, fqn)
             for buffer in module.buffers(recurse=False):
-                self.stream.label(buffer, "buffer", fqn, triangular=is_triangular(buffer))
+                self._add_buffer(buffer, fqn)
             for value in vars(module).values():
                 if isinstance(value, Tensor):  # a cache that was never registered
-                    self.stream.label(value, "buffer", fqn, triangular=is_triangular(value))
+                    self._add_buffer(value, fqn)
+
+    def look_again(self) -> None:
+        """Label what the known models hold now: storages change without any hook that tells."""
+        for model in self.scopes.roots():
+            self.add_model(model)
+        for parameter, fqn in list(self._seen_parameters.items()):
+            self.stream.label(parameter, "parameter", fqn)
+            if parameter.grad is not None:
+                self.stream.label(parameter.grad, "gradient", fqn)
+        for optimizer in self.optimizers():
+            self.label_optimizer(optimizer)
+
+    def optimizers(self) -> list[Optimizer]:
+        """Those that have stepped and live."""
+        return list(self._optimizers)
+
+    def abandon(self) -> None:
+        """See nothing more, and touch no lock on the way: for the child of a fork."""
+        self.paused = True
+        self.scopes.remove()
+        for handle in self._step_handles:
+            handle.remove()
+        self.stream.end(as_block=False)
+        dispatch.forget(self)
 
     def add_inputs(self, values: Any) -> None:
-        """Label the tensors of a model's inputs."""
+        """Label the tensors of a model's inputs; what a graph made is no input."""
         for tensor in tensors_in(values):
-            self.stream.label(tensor, "input", "")
+            if tensor.grad_fn is None:
+                self.stream.label(tensor, "input", "")
 
-    def end_step(self) -> None:
-        """Say that a step of the user's ended where no optimizer says so."""
-        self.stream.emit((Code.STEP,))
+    def end_step(self, kind: str = "", about: object = None) -> None:
+        """Say that a step of the user's ended: `kind` and `about` are the step log's."""
+        if self.on_end is None:
+            self.stream.emit((Code.STEP, kind, about))
+        else:
+            self.stream.flush()
+            self.on_end(kind, about)
+        self.stream.step_ends()
 
     def _add_parameter(self, parameter: nn.Parameter, fqn: str) -> None:
-        self._seen_parameters.add(id(parameter))
+        self._seen_parameters[parameter] = fqn
         self.stream.label(parameter, "parameter", fqn)
         if parameter.grad is not None:
             self.stream.label(parameter.grad, "gradient", fqn)
         if parameter.requires_grad and parameter.is_leaf:
 
             def gradient_is_there(leaf: Tensor) -> None:
-                if leaf.grad is not None:
+                self.trained = True
+                self.gradients += 1
+                if leaf.grad is not None and not self.paused:
                     self.stream.label(leaf.grad, "gradient", fqn)
 
             self._hooks.append(parameter.register_post_accumulate_grad_hook(gradient_is_there))
+
+    def _add_buffer(self, buffer: Tensor, fqn: str) -> None:
+        if not self.stream.labelled(buffer, "buffer"):
+            self.stream.label(buffer, "buffer", fqn, triangular=is_triangular(buffer))
+
+    def _met_compiled(self) -> None:
+        self.met_compiled = True
 
     def _remove_hooks(self) -> None:
         for handle in self._hooks:
             handle.remove()
         self._hooks.clear()
+        self._seen_parameters.clear()
 
     # -- what happens --------------------------------------------------------------------------
 
     def _forward_begins(self, model: nn.Module, args: Any) -> None:
-        for parameter in model.parameters():
-            if id(parameter) not in self._seen_parameters:
-                self.add_model(model)
-                break
+        if self.on_enter is not None:
+            self.on_enter(model, args)
+        if self.paused:
+            return
+        self.stream.revive()
+        if self.stream.phase is Phase.OPTIMIZER:  # the closure of an LBFGS
+            self.stream.phase = Phase.FORWARD
+        parameters = list(model.parameters())
+        if any(parameter not in self._seen_parameters for parameter in parameters):
+            self.add_model(self.scopes.root_of(model))
+        kwargs = keywords()
+        if parameters:
+            call = self.calls.get(id(model))
+            if call is None or call.model is not model:
+                call = self.calls[id(model)] = Call(model, args, kwargs)
+            call.begins_at = self.stream.op_count
         self.add_inputs(args)
-
-    def called(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        """A model's forward begins; unlike the hook on all modules, this one sees keywords."""
-        if self.scopes.depth <= 1 and self.first_call == ((), {}):
-            self.first_call = (_outline(args), _outline(kwargs))
         self.add_inputs(kwargs)
 
     def _forward_ends(self, model: nn.Module) -> None:
-        if not torch.is_grad_enabled():
-            self.stream.emit((Code.FORWARD_END,))
+        if not self.paused:
+            call = self.calls.get(id(model))
+            if call is not None:
+                call.operators += self.stream.op_count - call.begins_at
+            if not torch.is_grad_enabled():
+                self.stream.emit((Code.FORWARD_END,))
+        if self.on_leave is not None:
+            self.on_leave(model)
 
     def _step_begins(self, optimizer: Optimizer, *_: Any) -> None:
+        if self.scopes.elsewhere():
+            return
+        self.trained = True
+        self._optimizers.add(optimizer)
+        if not self.paused:
+            for parameter in _parameters_of(optimizer):  # some may be no module's
+                if parameter not in self._seen_parameters:
+                    self._add_parameter(parameter, "")
+        self.cycle.begins(optimizer)
         self.stream.phase = Phase.OPTIMIZER
 
     def _step_ends(self, optimizer: Optimizer, *_: Any) -> None:
-        self.label_optimizer(optimizer)
+        if self.scopes.elsewhere():
+            return
+        if not self.paused:
+            self.label_optimizer(optimizer)
         self.stream.phase = Phase.FORWARD
-        self.stream.emit((Code.STEP,))
+        if self.cycle.ends_with(optimizer):
+            self.on_step()
 
     def label_optimizer(self, optimizer: Optimizer) -> None:
         """Label an optimizer's state. Step counts live on the host unless a kernel reads them."""
@@ -179,29 +286,82 @@ class Watch:
         self.stream.emit((Code.SDPA, facts, self.scopes.current, source))
 
 
-class _Called:
-    """The hook on a model. A copy of the model, deep or pickled, gets one that does nothing."""
-
-    def __init__(self, watch: Watch | None = None) -> None:
-        self._watch = watch
-
-    def __call__(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        if self._watch is not None:
-            self._watch.called(model, args, kwargs)
-
-    def __reduce__(self) -> Any:
-        return _Called, ()
+def _parameters_of(optimizer: Optimizer) -> list[Any]:
+    groups = optimizer.param_groups
+    return [p for group in groups for p in group["params"] if isinstance(p, Tensor)]
 
 
-def _outline(value: Any) -> Any:
+class Cycle:
+    """Which optimizer's step ends a step of the training, where several step in turn.
+
+    The last one before the first steps again; until that is known, each. `surplus`: so many ends
+    were told too many by then.
+    """
+
+    def __init__(self) -> None:
+        self.surplus = 0
+        self._stepped: WeakSet[Any] = WeakSet()  # in the cycle that runs
+        self._latest: weakref.ref[Any] = weakref.ref(self)
+        self._last: weakref.ref[Any] | None = None
+
+    def begins(self, optimizer: Optimizer) -> None:
+        """An optimizer is about to step."""
+        if optimizer in self._stepped:
+            if self._last is None:
+                self.surplus = len(self._stepped) - 1
+            if self._last is None or self._last() not in self._stepped:
+                self._last = self._latest
+            self._stepped.clear()
+        self._stepped.add(optimizer)
+        self._latest = weakref.ref(optimizer)
+
+    def ends_with(self, optimizer: Optimizer) -> bool:
+        """Whether the optimizer that has stepped is the last one of the cycle."""
+        last = self._last() if self._last is not None else None
+        return last is None or last is optimizer
+
+
+class Call:
+    """A model's first call, and how many operators ran in all of them.
+
+    `args` and `kwargs` have shapes and dtypes but no memory.
+    """
+
+    def __init__(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        self.operators = 0
+        self.begins_at = 0
+        self.makes_graph = torch.is_grad_enabled()
+        self._model = weakref.ref(model)
+        self.args: tuple[Any, ...] = outline(args)
+        self.kwargs: dict[str, Any] = outline(kwargs)
+
+    @property
+    def model(self) -> nn.Module | None:
+        """What was called, while it lives."""
+        return self._model()
+
+
+def keywords() -> dict[str, Any]:
+    """The keyword arguments of the module call whose global pre-hook asks: a hook on all modules
+    isn't given them, but torch's frame that runs it has them."""
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(16):
+        if frame is None or frame.f_code.co_filename == nn_module.__file__:
+            break
+        frame = frame.f_back
+    found = frame.f_locals.get("kwargs") if frame is not None else None
+    return found if isinstance(found, dict) else {}
+
+
+def outline(value: Any) -> Any:
     """The same structure with tensors that have a shape and a dtype but no memory."""
     if isinstance(value, Tensor):
         with _disable_current_modes():
             return torch.empty(value.shape, dtype=value.dtype, device="meta")
     if isinstance(value, dict):
-        return {name: _outline(item) for name, item in value.items()}
+        return {name: outline(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return tuple(_outline(item) for item in value)
+        return tuple(outline(item) for item in value)
     return None
 
 

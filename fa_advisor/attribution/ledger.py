@@ -5,14 +5,16 @@ Only the step with the highest peak is kept, so memory stays bounded however lon
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from fa_advisor.attribution.allocator import CachingAllocator, rounded
 from fa_advisor.attribution.attention import AttentionMatcher
+from fa_advisor.attribution.replay import Above
 from fa_advisor.attribution.storage import Call, Origin, Shape, Storage
 from fa_advisor.probes.events import Code, Event, Kind, Op, Phase, Scope
-from fa_advisor.records import Category
+from fa_advisor.records import Category, DeviceSpec
 
 # A stream without step boundaries (inference in a loop) is cut after this many entries.
 LOG_LIMIT = 400_000
@@ -20,7 +22,14 @@ LOG_LIMIT = 400_000
 # Seen on an H200 with torch 2.11: the first addmm takes this much beside cuBLAS's workspace.
 CUBLASLT_WORKSPACE = 1 << 20
 
+
+def cublas_workspace_bytes(device: DeviceSpec) -> int:
+    """cuBLAS's workspace for a handle and stream, as torch asks for it (CUDABlas' defaults)."""
+    return 32 * 2**20 if device.capability[0] == 9 else 8_519_680
+
+
 NOWHERE = Scope("", "", 0)
+_OF_STORAGES = frozenset((Code.FREE, Code.EXTERNAL, Code.RESIZE, Code.LABEL, Code.BLOCK))
 
 
 class Entry(NamedTuple):
@@ -30,6 +39,23 @@ class Entry(NamedTuple):
     block: int
     nbytes: int
     phase: Phase
+
+
+class Claim(NamedTuple):
+    """Storage `sid` lay at `address` when the stream's operator `number` ran."""
+
+    number: int
+    address: int
+    sid: int
+
+
+class Run(NamedTuple):
+    """An operator's run, for what it allocates and never shows."""
+
+    op: Op
+    scope: Scope
+    phase: Phase
+    source: tuple[str, int] | None
 
 
 class Held(NamedTuple):
@@ -42,7 +68,11 @@ class Held(NamedTuple):
 
 @dataclass
 class StepLog:
-    """One step: what was alive when it began, and every change since."""
+    """One step: what was alive when it began, and every change since.
+
+    `kind`: train or infer, empty where nothing said that it ended. `about`: what whoever said so
+    wants to find again.
+    """
 
     baseline: list[Held]
     start_bytes: int
@@ -51,6 +81,12 @@ class StepLog:
     peak_at: int = 0  # the peak stands after this many entries
     peak_reserved_bytes: int = 0
     calls: list[Call] = field(default_factory=list)
+    # Where the allocator's trace is recorded: what joins it with the storages (see `join`).
+    claims: list[Claim] = field(default_factory=list)
+    runs: dict[int, Run] = field(default_factory=dict)
+    above: Above | None = None  # at the peak
+    kind: str = ""
+    about: object = None
 
     def alive_at(self, count: int) -> list[Held]:
         """What is alive after the first `count` entries."""
@@ -69,11 +105,55 @@ class StepLog:
         return self.entries[count - 1].phase if count else Phase.FORWARD
 
 
+class Kept:
+    """The steps that are worth keeping: of each kind the one with the highest peak; of equals the
+    one that ended first. `warmup`: see `Ledger`."""
+
+    def __init__(self, *, warmup: bool = False) -> None:
+        self._warmup = warmup
+        self._ended: Counter[str] = Counter()
+        self._best: dict[str, StepLog] = {}
+
+    @property
+    def best(self) -> StepLog | None:
+        """The step with the highest peak so far, whatever its kind."""
+        return max(self._best.values(), key=lambda step: step.peak_bytes, default=None)
+
+    def is_due(self, kind: str) -> bool:
+        """Is the next step of this kind kept, whatever its peak?"""
+        return kind not in self._best or self._is_steady(kind, self._ended[kind] + 1)
+
+    def offer(self, step: StepLog) -> None:
+        """A step has ended: keep it if it is worth it."""
+        kind = step.kind
+        self._ended[kind] += 1
+        best = self._best.get(kind)
+        higher = best is None or step.peak_bytes > best.peak_bytes
+        if not self._best or (
+            step.entries and (higher or self._is_steady(kind, self._ended[kind]))
+        ):
+            self._best[kind] = step
+
+    def pass_over(self, kind: str) -> None:
+        """A step has ended that is not worth it."""
+        self._ended[kind] += 1
+
+    def forget(self) -> None:
+        """Keep none of the steps so far."""
+        self._best.clear()
+
+    def _is_steady(self, kind: str, ended: int) -> bool:
+        return self._warmup and kind == "train" and ended == 2
+
+
 class Ledger:
     """Consumes events in order.
 
     `modelled`: sizes come from a model of the caching allocator (and `workspace_bytes`, what the
     first matrix product of a thread takes for cuBLAS); else each request is only rounded to 512.
+    `closes`: too long a step is cut in two; else only `take_step` says where one ends.
+    `warmup`: a training's first step, in which the optimizer makes its state, counts only where no
+    other comes.
     """
 
     def __init__(
@@ -82,19 +162,22 @@ class Ledger:
         modelled: bool,
         total_memory_bytes: int | None = None,
         workspace_bytes: int = 0,
+        closes: bool = True,
+        warmup: bool = False,
     ) -> None:
+        self._closes = closes
         self._allocator = CachingAllocator(total_memory_bytes) if modelled else None
         self._workspace_bytes = workspace_bytes
         self._workspaces: set[str] = set()
         self._matcher = AttentionMatcher()
         self._storages: dict[int, Storage] = {}
-        self._hosts: set[int] = set()
+        self._addresses: dict[int, int] = {}  # of storages that no event has made known yet
         self._allocated = 0
         self._next_pseudo_sid = -1
         self._inherits: Storage | None = None
         self._waiting: list[Event] = []
         self._step = StepLog([], 0)
-        self.best: StepLog | None = None
+        self._kept = Kept(warmup=warmup)
 
     def feed(self, events: list[Event]) -> None:
         """Take in events. The last operator waits: what dies right after it belongs to it."""
@@ -104,6 +187,27 @@ class Ledger:
             last -= 1
         self._waiting = events[last:]
         self._consume(events, last)
+
+    def skim(self, events: list[Event]) -> None:
+        """Take in a whole step of which only what outlives it matters."""
+        self._drain()
+        dying = {event[1] for event in events if event[0] == Code.FREE}
+        known, kept, lasting = set(self._storages), set[int](), []
+        for event in events:
+            code = event[0]
+            if code == Code.OP:
+                made = [sid for sid, _, _, nbytes in event[6] if nbytes >= 0]
+                if dying.issuperset(made) and not (
+                    kept and any(sid in kept for sid, _ in event[5])  # who reads it matters, too
+                ):
+                    continue
+                known.update(made)
+                if event[3] is Phase.FORWARD:
+                    kept.update(sid for sid in made if sid not in dying)
+            elif code in _OF_STORAGES and event[1] in dying and event[1] not in known:
+                continue
+            lasting.append(event)
+        self._consume(lasting, len(lasting))
 
     def _drain(self) -> None:
         events, self._waiting = self._waiting, []
@@ -126,6 +230,7 @@ class Ledger:
                 sid, shape, dtype, nbytes = event[1:]
                 storage = Storage(sid, shape, dtype, nbytes, "", NOWHERE, Phase.FORWARD, None)
                 storage.label = "input"
+                storage.address = self._addresses.pop(sid, 0)
                 self._storages[sid] = storage
                 self._allocate(storage, Phase.FORWARD)
             elif code == Code.RESIZE:
@@ -133,33 +238,67 @@ class Ledger:
             elif code == Code.SDPA:
                 self._matcher.enter_sdpa(*event[1:])
             elif code == Code.STEP:
-                self._close_step()
+                self._close_step(event[1], event[2])
             elif code == Code.FORWARD_END:
                 self._keep_kv_cache()
-            if len(self._step.entries) > LOG_LIMIT:
+            elif code == Code.BLOCK:
+                self._locate(*event[1:])
+            if self._closes and len(self._step.entries) > LOG_LIMIT:
                 self._close_step()
+
+    def _locate(self, sid: int, address: int, number: int) -> None:
+        self._step.claims.append(Claim(number, address, sid))
+        known = self._storages.get(sid)
+        if known is not None:
+            known.address = address
+        else:
+            self._addresses[sid] = address
 
     def storage(self, sid: int) -> Storage | None:
         """A storage that is alive now."""
         self._drain()
         return self._storages.get(sid)
 
-    def end_step(self) -> None:
+    @property
+    def best(self) -> StepLog | None:
+        """The step with the highest peak so far; of equals the one that ended first."""
+        return self._kept.best
+
+    def end_step(self, kind: str = "", about: object = None) -> None:
         """Close the step; keep it if its peak is the highest so far."""
         self._drain()
-        self._close_step()
+        self._close_step(kind, about)
 
-    def _close_step(self) -> None:
+    @property
+    def entries(self) -> int:
+        """How long the step's log is so far."""
+        return len(self._step.entries)
+
+    def take_step(self) -> StepLog:
+        """Close the step and hand it over, whatever its peak; what is alive stays alive."""
+        self._drain()
         step = self._step
         step.calls, self._matcher.calls = self._matcher.calls, []
-        if self.best is None or (step.entries and step.peak_bytes > self.best.peak_bytes):
-            self.best = step
+        self._begin_step()
+        return step
+
+    def _close_step(self, kind: str = "", about: object = None) -> None:
+        step = self._step
+        step.kind, step.about = kind, about
+        step.calls, self._matcher.calls = self._matcher.calls, []
+        self._kept.offer(step)
+        self._begin_step()
+
+    def begin_step(self) -> None:
+        """Forget what was seen since the last step ended; what is alive stays alive."""
+        self._drain()
+        self._matcher.calls = []
         self._begin_step()
 
     def start_measuring(self) -> None:
         """Forget the steps so far (warm-up); what is alive stays alive."""
         self._drain()
-        self.best = None
+        self._kept.forget()
         self._matcher.calls = []
         self._begin_step()
 
@@ -207,8 +346,11 @@ class Ledger:
         inputs: tuple[tuple[int, Shape], ...],
         outputs: tuple[tuple[int, Shape, str, int], ...],
         extra: object,
+        number: int = 0,
     ) -> None:
         storages = self._storages
+        if number:
+            self._step.runs[number] = Run(op, scope, phase, source)
         if op.kind is Kind.MATMUL and self._workspace_bytes:
             self._take_workspaces(phase, op)
         seen = []
@@ -229,6 +371,7 @@ class Ledger:
             if nbytes >= 0:
                 storage = Storage(sid, shape, dtype, nbytes, op.name, scope, phase, source)
                 storages[sid] = storage
+                storage.address = self._addresses.pop(sid, 0)
                 if op.kind is Kind.COMMUNICATION:
                     storage.label = "communication"
                 self._allocate(storage, phase)
@@ -254,6 +397,8 @@ class Ledger:
             storage.label = "optimizer_state"
             self._release(storage)
             return
+        if label == "input" and storage.scope.type:
+            return  # one module made it for another
         # A tied or re-labelled storage keeps its strongest claim: parameters stay parameters.
         if storage.label is None or storage.label == "input":
             storage.label = label  # type: ignore[assignment]

@@ -25,7 +25,7 @@ from fa_advisor.records import (
 TIMELINE_POINTS = 400
 LEDGER_ROWS = 200
 
-_PHASES: dict[StreamPhase, Phase] = {
+PHASES: dict[StreamPhase, Phase] = {
     StreamPhase.FORWARD: "forward",
     StreamPhase.BACKWARD: "backward",
     StreamPhase.OPTIMIZER: "optimizer",
@@ -47,15 +47,18 @@ class Peak:
 
 
 def peak_of(step: StepLog) -> Peak:
-    """The step's peak; sum(categories) is `bytes`, rounding and slack included."""
-    held = tuple(step.alive_at(step.peak_at))
+    """The step's peak; sum(categories) is `bytes`, rounding and slack included.
+
+    What nobody but the allocator knows of is left out.
+    """
+    held = tuple(h for h in step.alive_at(step.peak_at) if not h.storage.unseen)
     sums: Counter[Category] = Counter()
     for storage, block, nbytes in held:
         sums[storage.category()] += nbytes
         sums["allocator_slack"] += block - nbytes
     return Peak(
         bytes=sum(h.block for h in held),
-        phase=_PHASES[step.phase_at(step.peak_at)],
+        phase=PHASES[step.phase_at(step.peak_at)],
         categories={name: sums[name] for name in CATEGORIES if sums[name]},
         held=held,
     )
@@ -93,34 +96,58 @@ def without_attention(step: StepLog, *, keep_masks: bool = False) -> Counterfact
                 peak, at = allocated, index
     alive = [h for h in step.alive_at(at) if counts(h.storage) and h.storage.label is None]
     largest = max(alive, key=lambda h: h.nbytes, default=None)
-    return Counterfactual(peak, _PHASES[step.phase_at(at)], largest.storage if largest else None)
+    return Counterfactual(peak, PHASES[step.phase_at(at)], largest.storage if largest else None)
 
 
 def timeline(step: StepLog, points: int = TIMELINE_POINTS) -> tuple[TimelinePoint, ...]:
     """Allocated bytes over the step, at most `points` + 2 of them, the peak always among them."""
-    attention = {id(h.storage): h.block for h in step.baseline if h.storage.attention_call()}
-    allocated, in_attention = step.start_bytes, sum(attention.values())
-    made = [
-        TimelinePoint(t=0, phase="forward", allocated_bytes=allocated, attention_bytes=in_attention)
-    ]
-    stride = max(1, -(-len(step.entries) // max(1, points)))
-    best: TimelinePoint | None = None
-    for index, (storage, block, _, phase) in enumerate(step.entries, 1):
+    wanted = _highest_of_each_stretch(step, points)
+    sums: Counter[Category] = Counter()
+    in_attention = 0
+    for storage, block, nbytes in step.baseline:
+        sums[storage.category()] += nbytes
+        sums["allocator_slack"] += block - nbytes
+        in_attention += block if storage.attention_call() is not None else 0
+    allocated, module = step.start_bytes, ""
+
+    def point(t: int, phase: StreamPhase) -> TimelinePoint:
+        return TimelinePoint(
+            t=t,
+            phase=PHASES[phase],
+            allocated_bytes=allocated,
+            attention_bytes=in_attention,
+            module=module,
+            categories={name: sums[name] for name in CATEGORIES if sums[name]},
+        )
+
+    made = [point(0, StreamPhase.FORWARD)]
+    for index, (storage, block, nbytes, phase) in enumerate(step.entries, 1):
         allocated += block
+        sums[storage.category()] += nbytes
+        sums["allocator_slack"] += block - nbytes
         if storage.attention_call() is not None:
             in_attention += block
-        higher = best is None or allocated > best.allocated_bytes or index == step.peak_at
-        if higher and (best is None or best.t != step.peak_at):
-            best = TimelinePoint(
-                t=index,
-                phase=_PHASES[phase],
-                allocated_bytes=allocated,
-                attention_bytes=in_attention,
-            )
-        if best is not None and (index % stride == 0 or index == len(step.entries)):
-            made.append(best)  # the highest of its stretch
-            best = None
+        if block > 0:
+            module = storage.scope.fqn
+        if index in wanted:
+            made.append(point(index, phase))
     return tuple(made)
+
+
+def _highest_of_each_stretch(step: StepLog, points: int) -> set[int]:
+    """Where the timeline has its points: the highest entry of every stretch, and the peak."""
+    stride = max(1, -(-len(step.entries) // max(1, points)))
+    wanted = {step.peak_at} - {0}
+    allocated, highest, at = step.start_bytes, -1, 0
+    for index, entry in enumerate(step.entries, 1):
+        allocated += entry.block
+        if allocated > highest:
+            highest, at = allocated, index
+        if index % stride == 0 or index == len(step.entries):
+            if not index - stride < step.peak_at <= index:
+                wanted.add(at)
+            highest = -1
+    return wanted
 
 
 def modules(held: Iterable[Held], types: dict[str, str]) -> tuple[ModuleMemory, ...]:

@@ -27,6 +27,7 @@ class Storage:
     """A storage's facts; `category()` decides what its bytes are once the stream has ended."""
 
     __slots__ = (
+        "address",
         "block",
         "call",
         "dtype",
@@ -49,6 +50,7 @@ class Storage:
         "shape",
         "sid",
         "source",
+        "unseen",
     )
 
     def __init__(
@@ -74,6 +76,7 @@ class Storage:
         for extent in shape:
             numel *= extent
         self.numel = numel
+        self.address = 0  # on the GPU, where the allocator's trace is recorded
         self.block = -1  # the allocator's address, -1 where it holds none
         self.label: Category | None = None  # what a probe knows for sure
         self.fqn: str | None = None  # of the label's owner
@@ -87,6 +90,7 @@ class Storage:
         self.escaped = False
         self.kv = False
         self.saved_by: Call | None = None
+        self.unseen = False  # the allocator knows of it, and nothing else does
 
     def category(self) -> Category:
         """Label first, then attention's structure, then how the storage was used."""

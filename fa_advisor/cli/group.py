@@ -15,9 +15,14 @@ from fa_advisor.errors import ExitStatus, FaAdvisorError
 
 _COMMANDS = {
     "profile": ("fa_advisor.cli.profile", "Run or model TARGET, attribute its memory, advise."),
+    "run": ("fa_advisor.cli.run", "Run an unmodified script and report on its steps."),
     "view": ("fa_advisor.cli.reports", "Open a saved report in the dashboard."),
     "export": ("fa_advisor.cli.reports", "Write a saved report as JSON, CSV, text or HTML."),
     "diff": ("fa_advisor.cli.reports", "Compare two reports, by category and by site."),
+    "postmortem": (
+        "fa_advisor.cli.postmortem",
+        "Explain a memory snapshot of torch, of an error or a peak.",
+    ),
     "budget": ("fa_advisor.cli.budget", "SRAM and register budgets of tiles, on any GPU."),
     "gpus": ("fa_advisor.cli.gpus", "List the GPUs it knows, with their limits."),
 }
@@ -44,11 +49,16 @@ class GuardedGroup(click.Group):
             formatter.write_dl([(name, help) for name, (_, help) in _COMMANDS.items()])
 
     def main(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Run a command line and exit; never with a traceback of ours unless it is asked for."""
+        """Run a command line and exit; never with a traceback of ours unless it is asked for.
+
+        A command may return what is to run once click is done: what that raises is not ours.
+        """
         kwargs["standalone_mode"] = False
+        then: Any = None
         try:
             returned = super().main(*args, **kwargs)
             status = returned if isinstance(returned, int) else ExitStatus.OK
+            then = returned if callable(returned) else None
         except FaAdvisorError as error:
             say_error(error)
             status = error.status
@@ -61,6 +71,8 @@ class GuardedGroup(click.Group):
         except Exception as error:
             _say_internal(error)
             status = ExitStatus.INTERNAL
+        if then is not None:
+            then()
         sys.exit(int(status))
 
 
@@ -89,7 +101,8 @@ def cli() -> None:
       fa-advisor profile model.py            the report of a model, with or without a GPU
       fa-advisor profile model.py -o r.json  and keep it
       fa-advisor profile                     the bundled example
+      fa-advisor run train.py --lr 1e-4      a script as it is, with its own arguments
 
     Exit status: 0 ok, 1 a fault of fa-advisor, 2 usage or a file that can't be used, 3 the target
-    raised, 4 over budget, 5 no such device, 130 interrupted.
+    raised, 4 over budget, 5 no such device, 130 interrupted; `run`: the script's own.
     """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from typing import TypedDict
+from typing import TextIO, TypedDict
 
 from fa_advisor.errors import FaAdvisorError, UsageError
 
@@ -60,19 +60,20 @@ class TextOptions(TypedDict):
     ascii: bool
 
 
-def text_options(ascii: bool = False) -> TextOptions:
-    """The text views' options that suit stdout; `ascii` as the user asked."""
-    terminal = sys.stdout.isatty()
+def text_options(ascii: bool = False, stream: TextIO | None = None) -> TextOptions:
+    """The text views' options that suit a stream (default: stdout); `ascii` as the user asked."""
+    stream = sys.stdout if stream is None else stream
+    terminal = stream.isatty()
     columns = os.environ.get("COLUMNS", "")
     width = int(columns) if columns.isdecimal() and int(columns) > 0 else 100
     if terminal:
         with contextlib.suppress(OSError):
-            width = os.get_terminal_size(sys.stdout.fileno()).columns or width
+            width = os.get_terminal_size(stream.fileno()).columns or width
     plain = bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
     return TextOptions(
         width=min(width, 120),
         color=terminal and not plain,
-        ascii=ascii or not _encodes("█▏→·", sys.stdout.encoding),
+        ascii=ascii or not _encodes("█▏→·", stream.encoding),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 from typing import TypeVar
@@ -52,3 +53,8 @@ def gpu(ctx: click.Context, param: click.Parameter, value: str | None) -> str | 
 
         lookup(value)
     return value
+
+
+def absolute(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
+    """A file that the child process writes, wherever the target has taken it by then."""
+    return None if value is None else os.path.abspath(value)

@@ -11,10 +11,10 @@ import click
 
 from fa_advisor.cli import params
 from fa_advisor.cli.output import emit, has_dashboard_terminal, say, say_error, text_options
-from fa_advisor.errors import FaAdvisorError, UsageError
+from fa_advisor.errors import FaAdvisorError, TargetError, UsageError
 
 if TYPE_CHECKING:
-    from fa_advisor.records import ProfileRequest
+    from fa_advisor.records import OutOfMemory, ProfileRequest
     from fa_advisor.report import Report
 
 _FORMATS = ("text", "json", "csv", "html")
@@ -121,6 +121,20 @@ class _WithArguments(click.Command):
     help="Also write the report: .json, .csv, .txt or .html. Repeatable.",
 )
 @click.option(
+    "--snapshot",
+    metavar="FILE",
+    type=click.Path(),
+    callback=params.absolute,
+    help="On a GPU: write torch's memory snapshot of the step, for pytorch.org/memory_viz.",
+)
+@click.option(
+    "--trace",
+    metavar="FILE",
+    type=click.Path(),
+    callback=params.absolute,
+    help="On a GPU: write the step's allocations as a Chrome trace, for ui.perfetto.dev.",
+)
+@click.option(
     "--format", "format", type=click.Choice(_FORMATS), help="What stdout gets.  [default: text]"
 )
 @click.option(
@@ -172,6 +186,8 @@ def profile(
     if not dashboard or format is not None or not sys.stdout.isatty():
         faults += _attempted([lambda: _print(report, format or "text", ascii)])
     faults += _attempted(_gates(report, max_peak, reference, fail_on_increase))
+    if report.out_of_memory is not None:
+        faults.append(_ran_out(report.out_of_memory, target))
     for fault in faults[:-1]:
         say_error(fault)
     if faults:
@@ -269,6 +285,15 @@ def _say_change(report: Report, baseline: Report) -> None:
     for change in compare_setup(baseline, report):
         if change.name in _COMPARABLE:
             say(f"warning: {change.name} was {change.before} in the baseline, is {change.after}")
+
+
+def _ran_out(failed: OutOfMemory, target: str | None) -> TargetError:
+    """The report is there, and yet the target raised."""
+    return TargetError(
+        f"{target or 'the bundled example'} ran out of memory: {failed.message}",
+        hint=next((r.text for r in failed.remedies if r.enough), ""),
+        detail=failed.traceback,
+    )
 
 
 def _attempted(actions: list[Callable[[], None]]) -> list[FaAdvisorError]:

@@ -98,7 +98,13 @@ def budget_frame(tables: Iterable[BudgetTable]) -> pd.DataFrame:
 
 
 def _timeline(report: ReportBody) -> Table:
-    return _flat(TimelinePoint, report.memory.timeline)
+    """A row a point, a column a category."""
+    columns, rows = _flat(TimelinePoint, report.memory.timeline)
+    at = columns.index("categories")
+    return [*columns[:at], *(f"{name}_bytes" for name in CATEGORIES), *columns[at + 1 :]], [
+        (*row[:at], *(point.categories.get(name, 0) for name in CATEGORIES), *row[at + 1 :])
+        for row, point in zip(rows, report.memory.timeline, strict=True)
+    ]
 
 
 def _ledger(report: ReportBody) -> Table:

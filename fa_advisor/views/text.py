@@ -12,7 +12,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 from fa_advisor.records import ReportBody
-from fa_advisor.views import text_attention, text_memory, text_owners
+from fa_advisor.views import text_attention, text_failure, text_memory, text_owners
 from fa_advisor.views.layout import (
     ASCII,
     MAX_WIDTH,
@@ -61,6 +61,7 @@ def sections(report: ReportBody, page: Page) -> Iterator[Text]:
     """Every section's lines, with an empty line between two sections."""
     story: tuple[Section, ...] = (
         _title,
+        text_failure.failure,
         text_memory.peak,
         text_memory.categories,
         text_memory.timeline,

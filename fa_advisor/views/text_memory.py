@@ -8,7 +8,7 @@ from itertools import groupby
 from rich.cells import cell_len
 from rich.text import Text
 
-from fa_advisor.records import ATTENTION_CATEGORIES, Limit, ReportBody
+from fa_advisor.records import ATTENTION_CATEGORIES, AllocatorState, Limit, ReportBody
 from fa_advisor.views.layout import Page, bar, heading, sparkline
 from fa_advisor.views.sizes import format_bytes, format_change, format_relative, format_share
 
@@ -43,6 +43,8 @@ def peak(report: ReportBody, page: Page) -> Iterator[Text]:
         facts.append(
             ("peak reserved", format_bytes(memory.peak_reserved_bytes), "held by the allocator")
         )
+    if memory.allocator is not None:
+        facts += _beyond(memory.allocator)
     if memory.outside_allocator_bytes is not None:
         facts.append(
             (
@@ -77,6 +79,18 @@ def peak(report: ReportBody, page: Page) -> Iterator[Text]:
         )
     yield from _facts(page, facts)
     yield from _limits(report, page)
+
+
+def _beyond(state: AllocatorState) -> list[tuple[str, str, str]]:
+    """What the allocator held at the peak beyond what was allocated, where it is worth a line."""
+    parts = (
+        ("cached then", state.cached_bytes, "whole segments free: empty_cache() returns them"),
+        ("fragmented then", state.fragmented_bytes, "free, in segments that are in use"),
+        ("pending then", state.pending_bytes, "freed, but another stream may still use it"),
+        ("private pools", state.private_pools_bytes, "of the reserved: CUDA graphs, MemPools"),
+        ("other processes", state.other_processes_bytes or 0, "hold this of the same GPU"),
+    )
+    return [(name, format_bytes(size), meaning) for name, size, meaning in parts if size]
 
 
 def _phase(phase: str) -> str:
@@ -222,6 +236,10 @@ def timeline(report: ReportBody, page: Page) -> Iterator[Text]:
         label = f"|{phase}" if len(phase) < width else f"|{_SHORT.get(phase, '')}"
         labels += label[:width].ljust(width)
     yield Text(margin).append(labels.rstrip(), style="dim")
+    highest = max(points, key=lambda point: point.allocated_bytes)
+    if highest.module:
+        where = f"the peak: in {highest.phase}, in {page.plain(highest.module)}"
+        yield from page.wrapped(Text(where, style="dim"))
 
 
 _SHORT = {"forward": "fwd", "backward": "bwd", "optimizer": "opt"}

@@ -25,7 +25,7 @@ from fa_advisor.report import Report, load
 from fa_advisor.views import formats, tables
 
 REPORT = samples.report()
-COMMANDS = ["profile", "view", "export", "diff", "budget", "gpus"]
+COMMANDS = ["profile", "run", "view", "export", "diff", "postmortem", "budget", "gpus"]
 
 
 @pytest.fixture

@@ -251,6 +251,9 @@ def check(report: Report, model: nn.Module) -> None:
     assert memory.peak_reserved_bytes >= memory.peak_allocated_bytes
     assert max(p.allocated_bytes for p in memory.timeline) == memory.peak_allocated_bytes
     assert all(0 <= p.attention_bytes <= p.allocated_bytes for p in memory.timeline)
+    assert all(sum(p.categories.values()) == p.allocated_bytes for p in memory.timeline)
+    top = max(memory.timeline, key=lambda p: p.allocated_bytes)
+    assert top.categories == memory.categories
     without_slack = {k: v for k, v in memory.categories.items() if k != "allocator_slack"}
     by_module: Counter[str] = Counter()
     for module in report.modules:

@@ -276,6 +276,18 @@ def test_recordings_nest() -> None:
     assert inner.report.memory.categories == alone.report.memory.categories
 
 
+def test_a_recording_within_inference_mode() -> None:
+    model = Wide()
+    with torch.inference_mode():
+        before = hooks(model)
+        with fa_advisor.record(model) as recording:
+            model(batch())
+        assert hooks(model) == before
+        model(batch())
+    model(batch()).sum().backward()
+    check(recording.report)
+
+
 def test_an_exception_in_an_inner_recording_leaves_the_outer_one_running() -> None:
     one = Attention()
     before = hooks(one)

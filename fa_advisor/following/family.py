@@ -1,0 +1,59 @@
+"""Which model a module is part of: looked up among the modules that live, because no module knows
+who holds it and copies and unpickled ones pass no hook."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from weakref import WeakKeyDictionary
+
+from torch import nn
+
+
+class Family:
+    """Keeps no module alive."""
+
+    def __init__(self) -> None:
+        self._holder: WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = WeakKeyDictionary()
+        self._seen: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+
+    def root_of(self, module: nn.Module) -> nn.Module:
+        """The outermost module that holds this one; itself where none does."""
+        if module not in self._seen:
+            self.look()
+        root, climbed = module, {id(module)}
+        while (holder := self._holder.get(root)) is not None:
+            above = holder()
+            if above is None or id(above) in climbed or not _holds(above, root):
+                break
+            root = above
+            climbed.add(id(root))
+        return root
+
+    def roots(self) -> list[nn.Module]:
+        """Every living model with parameters, whether it ever runs or not."""
+        self.look()
+        roots = {id(root): root for root in map(self.root_of, list(self._seen.keys()))}
+        return [root for root in roots.values() if any(True for _ in root.parameters())]
+
+    def look(self) -> None:
+        """See all modules that live now, and who holds whom; of several the one with the most."""
+        living = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
+        self._holder.clear()
+        for module in living:
+            self._seen[module] = True
+            for child in vars(module).get("_modules", {}).values():
+                if child is None:
+                    continue
+                known = self._holder.get(child)
+                other = known() if known is not None else None
+                if other is None or _size(other) < _size(module):
+                    self._holder[child] = weakref.ref(module)
+
+
+def _holds(holder: nn.Module, child: nn.Module) -> bool:
+    return any(each is child for each in holder._modules.values())
+
+
+def _size(module: nn.Module) -> int:
+    return sum(1 for _ in module.parameters())
