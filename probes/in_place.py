@@ -56,6 +56,8 @@ def _dense(tensor: Tensor) -> bool:
     """Plain values without gaps or overlaps, in whatever order of the dimensions."""
     if tensor._is_zerotensor() or tensor.is_conj() or tensor.is_neg():
         return False
+    if tensor.is_contiguous():
+        return True
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1:
