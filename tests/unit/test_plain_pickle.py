@@ -54,7 +54,7 @@ class Harmful:
 @pytest.mark.parametrize(
     "value",
     [Harmful(), {1, 2}, frozenset("a"), b"bytes", bytearray(b"x"), 1j, os.path.join, int],
-    ids=repr,
+    ids=lambda value: type(value).__name__,
 )
 def test_anything_else_is_refused(value: Any) -> None:
     for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):
