@@ -9,6 +9,7 @@ from fa_advisor.budgets.api import OLDEST, kept_budgets
 from fa_advisor.budgets.table import MAX_HEAD_DIM, Problem
 from fa_advisor.eligibility import Eligibility
 from fa_advisor.gpu_ledger import Measured
+from fa_advisor.kernels.tiles import SHORT
 from fa_advisor.probes.device import environment
 from fa_advisor.records import (
     AttentionSite,
@@ -90,12 +91,17 @@ def _budgets(sites: tuple[AttentionSite, ...], device: DeviceSpec) -> tuple[Tile
     """The best few tiles for every kind of site that was seen and that a kernel can take."""
     if device.capability < OLDEST:
         return ()
-    wanted = dict.fromkeys(
-        Problem(
-            head_dim=site.head_dim, value_head_dim=site.head_dim, dtype=_SHORT[site.dtype],
-            is_causal=site.is_causal,
-        )
-        for site in sites
-        if site.dtype in _SHORT and 1 <= site.head_dim <= MAX_HEAD_DIM
-    )  # fmt: skip
-    return tuple(row for problem in wanted for row in kept_budgets(problem, device, TILES_SHOWN))
+    wanted: dict[Problem, bool] = {}
+    for site in sites:
+        if site.dtype in _SHORT and 1 <= site.head_dim <= MAX_HEAD_DIM:
+            problem = Problem(
+                head_dim=site.head_dim, value_head_dim=site.head_dim, dtype=_SHORT[site.dtype],
+                is_causal=site.is_causal,
+            )  # fmt: skip
+            long = min(site.seqlen_q, site.seqlen_k) > SHORT
+            wanted[problem] = wanted.get(problem, False) or long
+    return tuple(
+        row
+        for problem, long in wanted.items()
+        for row in kept_budgets(problem, device, TILES_SHOWN, long=long)
+    )

@@ -24,6 +24,8 @@ MAX_HEAD_DIM = 256
 MIN_CAPABILITY = (8, 0)
 
 # Of float64: a scale or a cap beyond it is none.
+# Below it a scale is 0 in the kernels' float32, and they know what 0 means.
+_SMALLEST_SCALE = 2.0**-126
 _LARGEST = 1.7976931348623157e308
 # A side of a window wider than this says nothing; 32 bits hold sums of it.
 _WIDEST = 2**30
@@ -136,6 +138,8 @@ def check(
         raise ValueError(f"scale: expected a finite number, got {scale}")
     elif scale < 0:  # The kernel takes a row's maximum before it scales.
         query, scale = negated(query), -scale
+    if scale < _SMALLEST_SCALE:
+        scale = 0.0
 
     left, right = (None, None) if window is None else _window(window)
     if is_causal or right == 0:

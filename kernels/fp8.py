@@ -61,6 +61,9 @@ def check_descales(
             continue
         if not isinstance(x, Tensor):
             raise TypeError(f"{name}: expected a Tensor or None, got {type(x).__name__}")
+        if x.is_nested or x.layout is not torch.strided:
+            kind = "a nested one" if x.is_nested else f"one in layout {x.layout}"
+            raise TypeError(f"{name}: expected a strided tensor, got {kind}")
         if query.dtype is not E4M3:
             raise ValueError(
                 f"{name}: expected None with query in {query.dtype}, as it goes with {E4M3} alone;"

@@ -12,8 +12,6 @@ from fa_advisor.kernels.launcher import INTERPRET
 
 # Tensor maps and their asynchronous copies came with Hopper.
 TMA_CAPABILITY = (9, 0)
-# Up to this many tokens, encoding tensor maps costs the host more than they save the GPU.
-SHORT = 512
 # Dropout's probability is kept in steps of 1/65,536 (torch's flash kernel: 1/256).
 _DROPOUT_STEPS = 2**16
 NONE, BOOLEAN, ADDITIVE = 0, 1, 2

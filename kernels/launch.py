@@ -21,7 +21,6 @@ from fa_advisor.kernels.hopper import plan as hopper
 from fa_advisor.kernels.kinds import (
     ADDITIVE,
     BOOLEAN,
-    SHORT,
     Inputs,
     Kind,
     Options,
@@ -37,7 +36,7 @@ from fa_advisor.kernels.kinds import (
 )
 from fa_advisor.kernels.launcher import INTERPRET, Descriptors, Geometry, Launch
 from fa_advisor.kernels.spans import spans_kernel
-from fa_advisor.kernels.tiles import INTERPRETED, Tile, group_of, tile
+from fa_advisor.kernels.tiles import INTERPRETED, SHORT, Tile, group_of, tile
 from fa_advisor.kernels.tuning import TuningKey, identity
 
 _PLANS_KEPT = 4096

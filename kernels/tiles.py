@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+# Up to this many tokens, encoding tensor maps costs the host more than they save the GPU.
+SHORT = 512
+
 
 class Tile(NamedTuple):
     """A kernel's blocking: queries and keys in a tile, and how the compiler schedules it.

@@ -294,7 +294,7 @@ def hopper_cases(draw: st.DrawFn, shortest: int, longest: int) -> Case:
     pick: Callable[..., Any] = lambda *values: draw(st.sampled_from(values))  # noqa: E731
     middle = (shortest + longest) // 256 * 128
     length = st.integers(shortest, longest) | st.sampled_from([middle, middle + 1])
-    side = st.integers(-1, longest * 2 // 3)
+    side, limit = st.integers(0, longest * 2 // 3), st.sampled_from([-1, 0])
     short = st.integers(0, 300) | st.sampled_from([0, 1, 63, 64, 65, 127, 128, 129])
     kv_heads = pick(1, 2)
     packed = pick(False, False, True)
@@ -318,7 +318,7 @@ def hopper_cases(draw: st.DrawFn, shortest: int, longest: int) -> Case:
         mask="B11K" if padding else None,
         mask_kind=pick("bool", "band"),
         is_causal=causal,
-        window=draw(st.none() | st.none() | st.tuples(side, side)),
+        window=draw(st.none() | st.none() | st.tuples(side | limit, side | limit)),
         bottom_right=pick(False, True),
         softcap=pick(0.0, 0.0, 0.0, 15.0),
         sinks=pick(False, False, True),

@@ -254,10 +254,15 @@ def foreign_tables(
     return found
 
 
-def kept_budgets(problem: Problem, device: DeviceSpec, most: int) -> tuple[TileBudget, ...]:
-    """For a report: of each kernel the first `most`, compiled where that was done before."""
+def kept_budgets(
+    problem: Problem, device: DeviceSpec, most: int, *, long: bool
+) -> tuple[TileBudget, ...]:
+    """For a report: of each kernel the first `most`, compiled where that was done before.
+
+    long: whether there are sequences that Hopper's own kernels take.
+    """
     grid = candidates(("fwd", "bwd"))
-    fixed = given_on(problem, device, ("fwd", "bwd"))
+    fixed = given_on(problem, device, ("fwd", "bwd")) if long else ()
     requests = [_given_request(one, problem) for one in fixed]
     requests += [_request(device, candidate, problem) for candidate in grid]
     known: Sequence[Compiled | None] = [None] * len(requests)

@@ -23,9 +23,9 @@ from fa_advisor.kernels.hopper.tiles import (
 from fa_advisor.records import Compiled, DeviceSpec, TileBudget, TileConfig
 
 NOTE = (
-    "hopper: what compute capability 9.0 runs, with the tiles that it has, unless"
-    " FA_ADVISOR_KERNELS=portable is set. A launch has registers for the average thread: consumers"
-    " get 240 (or 160) of them, who loads 24"
+    "hopper: what compute capability 9.0 runs from 513 keys on (backward: queries, too), with the"
+    " tiles that it has, unless FA_ADVISOR_KERNELS=portable is set. A launch has registers for the"
+    " average thread: consumers get 240 (or 160) of them, who loads 24"
 )
 # Registers that a thread of 384, or of 512, is launched with.
 _LAUNCHED = {12: 168, 16: 128}

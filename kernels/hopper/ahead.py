@@ -31,6 +31,7 @@ CALLS: dict[str, dict[str, bool]] = {
     "ragged": {"EVEN_K": False},
     "packed": {"HAS_RIGHT": True, "VARLEN": True, "EVEN_K": False},
     "window": {"HAS_RIGHT": True, "HAS_LEFT": True},
+    "left, bottom-right": {"HAS_LEFT": True, "BOTTOM_RIGHT": True, "EVEN_K": False},
     "padding": {"PADDING": True, "EVEN_K": False},
     "softcap, sinks": {"HAS_RIGHT": True, "SOFTCAP": True, "SINKS": True},
 }

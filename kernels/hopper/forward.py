@@ -106,11 +106,20 @@ def _keys_of(
 
 
 @gluon.jit
+def _has_queries(begin, end, SHARED_O: gl.constexpr):
+    """Whether a piece of work takes its turn with Q's buffer: where O leaves by it, each does."""
+    if SHARED_O:
+        return begin >= 0
+    else:
+        return end > begin
+
+
+@gluon.jit
 def _produce(
     given,
     VARLEN: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
     BOTTOM_RIGHT: gl.constexpr, PADDING: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
-    PARTS: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
+    PARTS: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, SHARED_O: gl.constexpr,
 ):  # fmt: skip
     q_desc, k_desc, v_desc, cu_q, cu_k, spans, buffers, schedule, numbers, group, total = given
     q_s, k_s, v_s, _, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty = buffers
@@ -135,7 +144,7 @@ def _produce(
             row_start, batch, head, sequence, spans, numbers,
             HAS_LEFT, HAS_RIGHT, BOTTOM_RIGHT, PADDING, BM * CONSUMERS, BN,
         )  # fmt: skip
-        if end > begin:
+        if _has_queries(begin, end, SHARED_O):
             a, b, row = origin(batch, first_q, len_q, VARLEN)
             for c in gl.static_range(CONSUMERS):
                 mbarrier.wait(q_empty.index(c), q_phase)
@@ -146,6 +155,7 @@ def _produce(
                         q_ready.index(c), q_s.index(c * PARTS + part),
                     )  # fmt: skip
             q_phase ^= 1
+        if end > begin:
             a, b, row = origin(batch, first_k, len_k, VARLEN)
             kv_head = head // group
             last = (end - 1) // BN * BN
@@ -381,18 +391,20 @@ def _consume(
             sink = gl.load(sinks + head).to(gl.float32) * LOG2E
             m = gl.maximum(m, sink)
         acc = gl.zeros([BM, BLOCK_DV], gl.float32, layout=OUT)
-        if all_end > all_begin:
+        queries = _has_queries(all_begin, all_end, SHARED_O)
+        if queries:
             mbarrier.wait(q_ready.index(CID), q_phase)
             q_phase ^= 1
+        if all_end > all_begin:
             first = (all_end - 1) // BN * BN
             slot, phase = _pass_by(first + BN, last + BN, slot, phase, buffers, STAGES, BN)
         if some:
             highest = gl.full([BM], len_k - 1, gl.int32, layout=ROW)
             lowest = highest
+            shift = 0
+            if BOTTOM_RIGHT:
+                shift = len_k - len_q
             if HAS_RIGHT:
-                shift = 0
-                if BOTTOM_RIGHT:
-                    shift = len_k - len_q
                 highest = gl.minimum(highest, local + (shift + right))
             if HAS_LEFT:
                 lowest = local + (shift - left)
@@ -461,7 +473,7 @@ def _consume(
         gl.store(where, log_sum, mask=local < len_q)
         if SHARED_O:
             tma.store_wait(0)
-            if all_end > all_begin:
+            if queries:
                 mbarrier.arrive(q_empty.index(CID), count=1)
         t = following_t
     tma.store_wait(0)
@@ -524,7 +536,7 @@ def forward_kernel(
                 (_consume, (given, VARLEN, SOFTCAP, SINKS, PADDING, HAS_LEFT, HAS_RIGHT,
                             BOTTOM_RIGHT, EVEN_K, BM, BN, BLOCK_DV, PARTS, STAGES, 2, SHARED_O, 1)),
                 (_produce, (producing, VARLEN, HAS_LEFT, HAS_RIGHT, BOTTOM_RIGHT, PADDING, BM, BN,
-                            PARTS, STAGES, 2)),
+                            PARTS, STAGES, 2, SHARED_O)),
             ],
             [4, 1], [240, 24],
         )  # fmt: skip
@@ -538,7 +550,7 @@ def forward_kernel(
                 (_consume, (given, VARLEN, SOFTCAP, SINKS, PADDING, HAS_LEFT, HAS_RIGHT,
                             BOTTOM_RIGHT, EVEN_K, BM, BN, BLOCK_DV, PARTS, STAGES, 3, SHARED_O, 2)),
                 (_produce, (producing, VARLEN, HAS_LEFT, HAS_RIGHT, BOTTOM_RIGHT, PADDING, BM, BN,
-                            PARTS, STAGES, 3)),
+                            PARTS, STAGES, 3, SHARED_O)),
             ],
             [4, 4, 1], [160, 160, 24],
         )  # fmt: skip

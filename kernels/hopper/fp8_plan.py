@@ -40,6 +40,7 @@ def refusal(kind: Kind, o: Options, q: Tensor, k: Tensor, v: Tensor) -> str | No
         (kind.bias != NONE, "masks and biases aren't written for it"),
         (kind.dropout, "dropout isn't written for it"),
         (kind.alibi, "ALiBi isn't written for it"),
+        (not o.scale > 0.0, "what is hidden is -inf before the scale, and 0 times that is NaN"),
         (max(kind.dim, kind.dim_v) > _MOST_DIM, "O, and what is added to it, fill the registers"),
         (kind.dim_v % 8 != 0, "rows of O aren't multiples of 16 bytes"),
         (min(o.max_seqlen_q, o.max_seqlen_k) == 0, "there is nothing to see"),

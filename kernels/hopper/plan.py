@@ -33,7 +33,6 @@ from fa_advisor.kernels.kinds import (
     ADDITIVE,
     BOOLEAN,
     NONE,
-    SHORT,
     Inputs,
     Kind,
     Options,
@@ -43,7 +42,7 @@ from fa_advisor.kernels.kinds import (
     strides3,
 )
 from fa_advisor.kernels.launcher import Launch
-from fa_advisor.kernels.tiles import Tile
+from fa_advisor.kernels.tiles import SHORT, Tile
 
 _LOG = logging.getLogger(__name__)
 # Rows of a descriptor of packed sequences. Coordinates past them are out of bounds, so that a
@@ -249,9 +248,21 @@ def compiles(launch: Launch, device: torch.device, pointers: tuple[Any, ...]) ->
         with torch.cuda.device(device):
             launch.ready(device.index, pointers)
     except Exception as error:  # Whatever a compiler raises, the portable kernel can do the call.
-        _say_once(f"{type(error).__name__}: {error}".splitlines()[0])
+        _say_once(_reason(error))
         return False
     return True
+
+
+def _reason(error: BaseException) -> str:
+    """What the innermost of an error's causes says, in a line."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    said = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {said[-1] if said else ''}".rstrip(": ")
+
+
+# Schedules that CUDA graphs read again whenever they are replayed.
+_captured: list[Tensor] = []
 
 
 class Scheduled(NamedTuple):
@@ -261,7 +272,17 @@ class Scheduled(NamedTuple):
     schedule: Tensor | None
 
     def __call__(self, device: int, *pointers: Any) -> None:
+        if self.schedule is not None and self.schedule.is_cuda:
+            self._keep(self.schedule, device)
         self.launch(device, *pointers, self.schedule)
+
+    @staticmethod
+    def _keep(schedule: Tensor, device: int) -> None:
+        """Plans are forgotten when there are many: not before what reads them is over."""
+        if torch.cuda.is_current_stream_capturing():
+            _captured.append(schedule)
+        elif torch._C._cuda_getCurrentRawStream(device):  # Not the default stream.
+            schedule.record_stream(torch.cuda.current_stream(device))
 
 
 class Backward(NamedTuple):

@@ -60,6 +60,7 @@ def compiled(configs: list[tuple[str, int, int, str, str]]) -> list[dict[str, An
         (64, 64, "bf16", "plain"),
         (64, 64, "fp16", "causal"),
         (96, 96, "bf16", "window"),
+        (64, 64, "bf16", "left, bottom-right"),
         (128, 128, "bf16", "causal"),
         (128, 128, "bf16", "packed"),
         (128, 128, "fp16", "padding"),
