@@ -50,7 +50,7 @@ def explained(error: BaseException) -> Postmortem | None:
     message can't be read. Without a recorded history: nothing says which line holds what."""
     message = str(error)
     asked, free, gpu = _ASKED.search(message), _FREE.search(message), _GPU.search(message)
-    if asked is None or free is None or gpu is None:
+    if asked is None or free is None or gpu is None or not torch.cuda.is_initialized():
         return None
     index = int(gpu.group(1))
     trace = checked(torch.cuda.memory._snapshot()).traces.get(index)

@@ -8,30 +8,34 @@ costs. So the first threshold is raised by as many objects as the watch has, and
 from __future__ import annotations
 
 import gc
+from typing import ClassVar
 
 
 class Allowance:
-    """`ours`: objects that the watch keeps, added to the collector's threshold until `close`.
+    """Of one watch; those of several add up.
 
     A threshold that somebody else sets in between is taken for theirs.
     """
 
-    def __init__(self) -> None:
-        self._theirs = 0
-        self._set = -1
+    _all: ClassVar[dict[int, int]] = {}
+    _theirs: ClassVar[int] = 0
+    _set: ClassVar[int] = -1
 
     def allow(self, ours: int) -> None:
-        """There are so many of our objects now."""
-        first, *others = gc.get_threshold()
-        if first != self._set:
-            self._theirs = first
-        if self._theirs <= 0:  # switched off
-            return
-        self._set = self._theirs + ours
-        gc.set_threshold(self._set, *others)
+        """The watch has so many objects now."""
+        Allowance._all[id(self)] = ours
+        _apply()
 
     def close(self) -> None:
-        """Leave the threshold as it would be without us."""
-        if self._set >= 0:
-            self.allow(0)
-            self._set = -1
+        """Leave the threshold as it would be without this watch."""
+        if Allowance._all.pop(id(self), None) is not None:
+            _apply()
+
+
+def _apply() -> None:
+    first, *others = gc.get_threshold()
+    if first != Allowance._set:
+        Allowance._theirs = first
+    if Allowance._theirs > 0:  # else it is switched off
+        Allowance._set = Allowance._theirs + sum(Allowance._all.values())
+        gc.set_threshold(Allowance._set, *others)

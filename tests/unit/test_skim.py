@@ -75,6 +75,13 @@ def test_the_collectors_threshold_is_theirs_and_ours() -> None:
         gc.set_threshold(900, 5, 5)  # the user's own
         allowance.allow(200)
         assert gc.get_threshold() == (1100, 5, 5)
+        nested = Allowance()
+        for count in (10, 20):
+            nested.allow(count)
+            allowance.allow(200)
+        assert gc.get_threshold() == (1120, 5, 5)
+        nested.close()
+        assert gc.get_threshold() == (1100, 5, 5)
         gc.set_threshold(0, 5, 5)  # switched off
         allowance.allow(300)
         assert gc.get_threshold() == (0, 5, 5)

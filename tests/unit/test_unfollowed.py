@@ -27,6 +27,7 @@ def told(
     monkeypatch: pytest.MonkeyPatch, state: dict[str, Any], asked: str, free: str
 ) -> tuple[str, str]:
     monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: state)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     try:
         raise torch.OutOfMemoryError(TEXT.format(asked=asked, free=free))
     except torch.OutOfMemoryError as error:
