@@ -21,9 +21,10 @@ def normal_mask(mask: Tensor, query: Tensor, key: Tensor, is_causal: bool) -> Te
         )
     own = result_dtype(query.dtype)
     if mask.dtype not in (torch.bool, torch.float32, own):
+        whose = "query's" if own is query.dtype else "the result's"
         hint = "" if mask.is_floating_point() else "; mask.bool() makes True what takes part"
         raise TypeError(
-            f"attn_mask: expected bool, float32 or the result's dtype {own}, got {mask.dtype}{hint}"
+            f"attn_mask: expected bool, float32 or {whose} dtype {own}, got {mask.dtype}{hint}"
         )
     if mask.device != query.device:
         raise ValueError(f"attn_mask: expected query's device {query.device}, got {mask.device}")
