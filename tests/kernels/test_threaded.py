@@ -23,6 +23,8 @@ from fa_advisor.kernels.op import options_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
 PROCESSORS = 3
+# A race shows when a thread happens to be slow enough.
+ATTEMPTS = 8
 # By the name of a launch: the file and the kernel.
 KERNELS = {
     "hopper_forward": ("forward", "forward_kernel"),
@@ -273,5 +275,6 @@ def test_a_fault_shows(healthy: str, ill: str, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(threaded, "OFTEN", 0.5)
     threaded.spoil(monkeypatch, "forward", healthy, ill)
     with pytest.raises(AssertionError):
-        for case in (CASES["window"], Case(batch=1, len_q=128, len_k=1500, head_dim=128)):
-            assert_forward_agrees(case)
+        for _ in range(ATTEMPTS):
+            for case in (CASES["window"], Case(batch=1, len_q=128, len_k=1500, head_dim=128)):
+                assert_forward_agrees(case)

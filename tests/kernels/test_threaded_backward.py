@@ -210,4 +210,7 @@ def test_a_fault_shows(file: str, healthy: str, ill: str, monkeypatch: pytest.Mo
     threaded.spoil(monkeypatch, file, healthy, ill)
     dim = 128 if file == "backward" else 256
     with pytest.raises((AssertionError, threaded.Broken)):
-        assert_gradients_agree(Case(batch=1, len_q=900, len_k=300, head_dim=dim, is_causal=True))
+        for _ in range(8):  # A race shows when a thread happens to be slow enough.
+            assert_gradients_agree(
+                Case(batch=1, len_q=900, len_k=300, head_dim=dim, is_causal=True)
+            )
