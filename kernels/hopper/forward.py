@@ -20,89 +20,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from fa_advisor.kernels.hopper.common import accumulator, cheap_tanh, origin
 from fa_advisor.kernels.hopper.compat import load_tile, store_tile
+from fa_advisor.kernels.hopper.pieces import (
+    keys_of,
+    limits,
+    next_piece,
+    own_keys,
+    turns,
+    work,
+)
 from fa_advisor.kernels.score import LN2, LOG2E
-
-
-@gluon.jit
-def _turns(schedule, total):
-    """First, last and step of a block's turns: its own stretch of a schedule, or every n-th."""
-    if schedule is not None:
-        at = schedule + gl.program_id(0)
-        return gl.load(at), gl.load(at + 1), 1
-    else:
-        return gl.program_id(0), total, gl.num_programs(0)
-
-
-@gluon.jit
-def _work(
-    t, cu_q, cu_k, numbers, SCHEDULED: gl.constexpr, VARLEN: gl.constexpr,
-    HAS_RIGHT: gl.constexpr, ROWS: gl.constexpr,
-):  # fmt: skip
-    """Which head and rows the t-th piece of work is, and the sequence that they are of.
-
-    Without a schedule heads run in groups whose keys and values stay in L2; in one, the longest
-    rows come first.
-    """
-    len_q, len_k, batch_heads, heads, blocks, side_by_side, _left, _right, _b, _h = numbers
-    if SCHEDULED:
-        batch_head = t // blocks
-        block = t % blocks
-    else:
-        per = blocks * side_by_side
-        first = t // per * side_by_side
-        width = gl.minimum(side_by_side, batch_heads - first)
-        block = t % per // width
-        batch_head = first + t % per % width
-        if HAS_RIGHT:
-            block = blocks - 1 - block
-    batch = batch_head // heads
-    head = batch_head % heads
-    first_q = 0
-    first_k = 0
-    if VARLEN:
-        first_q = gl.load(cu_q + batch)
-        first_k = gl.load(cu_k + batch)
-        len_q = gl.load(cu_q + batch + 1) - first_q
-        len_k = gl.load(cu_k + batch + 1) - first_k
-    return batch, head, block * ROWS, (first_q, len_q, first_k, len_k)
-
-
-@gluon.jit
-def _keys_of(
-    row_start, batch, head, sequence, spans, numbers,
-    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, BOTTOM_RIGHT: gl.constexpr,
-    PADDING: gl.constexpr, ROWS: gl.constexpr, BN: gl.constexpr,
-):  # fmt: skip
-    """The keys that ROWS rows see. [begin, end): those that some row sees, and `begin` is a
-    tile's first; [full, rest): whole tiles that every row sees.
-    """
-    _len_q, _len_k, _n, _heads, _blocks, _side, left, right, span_b, span_h = numbers
-    _first_q, len_q, _first_k, len_k = sequence
-    shift = 0
-    if BOTTOM_RIGHT:
-        shift = len_k - len_q
-    begin = 0
-    end = len_k
-    full = 0
-    rest = len_k // BN * BN
-    if HAS_RIGHT:
-        end = gl.maximum(gl.minimum(len_k, row_start + ROWS + shift + right), 0)
-        rest = gl.minimum(rest, gl.maximum(row_start + shift + right + 1, 0) // BN * BN)
-    if HAS_LEFT:
-        begin = gl.maximum(row_start + shift - left, 0) // BN * BN
-        full = (gl.maximum(row_start + ROWS - 1 + shift - left, 0) + BN - 1) // BN * BN
-        full = gl.minimum(full, (end + BN - 1) // BN * BN)
-        rest = gl.maximum(rest, full)
-    if PADDING:
-        at = spans + batch.to(gl.int64) * span_b + head.to(gl.int64) * span_h
-        end = gl.minimum(end, gl.load(at + 1))
-        begin = gl.maximum(begin, gl.minimum(gl.load(at), end) // BN * BN)
-        last = gl.maximum((end + BN - 1) // BN * BN, begin)
-        full = gl.maximum(full, (gl.minimum(gl.load(at + 2), last) + BN - 1) // BN * BN)
-        full = gl.minimum(gl.maximum(full, begin), last)
-        rest = gl.maximum(gl.minimum(rest, gl.load(at + 3) // BN * BN), full)
-    end = gl.where(row_start < len_q, end, begin)
-    return begin, full, rest, end
 
 
 @gluon.jit
@@ -127,20 +53,14 @@ def _produce(
     slot = 0
     phase = 1
     q_phase = 1
-    first_turn, last_turn, step = _turns(schedule, total)
-    t = first_turn
-    if schedule is not None:
-        t = gl.load(schedule + first_turn)
+    first_turn, last_turn, step, t = turns(schedule, total)
     for turn in range(first_turn, last_turn, step):
-        following_t = turn + step
-        if schedule is not None:
-            # Asked for now, so that it is there when its turn comes.
-            following_t = gl.load(schedule + turn + 1)
-        batch, head, row_start, sequence = _work(
+        following_t = next_piece(schedule, turn, step)
+        batch, head, row_start, sequence = work(
             t, cu_q, cu_k, numbers, schedule is not None, VARLEN, HAS_RIGHT, BM * CONSUMERS
         )  # fmt: skip
         first_q, len_q, first_k, len_k = sequence
-        begin, _full, _rest, end = _keys_of(
+        begin, _full, _rest, end = keys_of(
             row_start, batch, head, sequence, spans, numbers,
             HAS_LEFT, HAS_RIGHT, BOTTOM_RIGHT, PADDING, BM * CONSUMERS, BN,
         )  # fmt: skip
@@ -356,33 +276,18 @@ def _consume(
     slot = 0
     phase = 0
     q_phase = 0
-    first_turn, last_turn, step = _turns(schedule, total)
-    t = first_turn
-    if schedule is not None:
-        t = gl.load(schedule + first_turn)
+    first_turn, last_turn, step, t = turns(schedule, total)
     for turn in range(first_turn, last_turn, step):
-        following_t = turn + step
-        if schedule is not None:
-            # Asked for now, so that it is there when its turn comes.
-            following_t = gl.load(schedule + turn + 1)
-        batch, head, row_start, sequence = _work(
+        following_t = next_piece(schedule, turn, step)
+        batch, head, row_start, sequence = work(
             t, cu_q, cu_k, numbers, schedule is not None, VARLEN, HAS_RIGHT, BM * CONSUMERS
         )  # fmt: skip
         first_q, len_q, _first_k, len_k = sequence
-        all_begin, _full, _rest, all_end = _keys_of(
+        all_begin, all_end, some, last, rest, full, begin = own_keys(
             row_start, batch, head, sequence, spans, numbers,
-            HAS_LEFT, HAS_RIGHT, BOTTOM_RIGHT, PADDING, BM * CONSUMERS, BN,
+            HAS_LEFT, HAS_RIGHT, BOTTOM_RIGHT, PADDING, BM, BN, CONSUMERS, CID,
         )  # fmt: skip
         row = row_start + CID * BM
-        begin, full, rest, end = _keys_of(
-            row, batch, head, sequence, spans, numbers,
-            HAS_LEFT, HAS_RIGHT, BOTTOM_RIGHT, PADDING, BM, BN,
-        )  # fmt: skip
-        # Of what comes for all consumers: where these rows see nothing, nothing.
-        begin = gl.maximum(begin, all_begin)
-        some = end > begin
-        last = gl.where(some, (end - 1) // BN * BN, all_begin - BN)
-        begin = gl.where(some, begin, all_begin)
         local = row + gl.arange(0, BM, layout=ROW)
         m = gl.full([BM], float("-inf"), gl.float32, layout=ROW)
         z = gl.full([BM], 0.0, gl.float32, layout=ROW)
@@ -399,15 +304,9 @@ def _consume(
             first = (all_end - 1) // BN * BN
             slot, phase = _pass_by(first + BN, last + BN, slot, phase, buffers, STAGES, BN)
         if some:
-            highest = gl.full([BM], len_k - 1, gl.int32, layout=ROW)
-            lowest = highest
-            shift = 0
-            if BOTTOM_RIGHT:
-                shift = len_k - len_q
-            if HAS_RIGHT:
-                highest = gl.minimum(highest, local + (shift + right))
-            if HAS_LEFT:
-                lowest = local + (shift - left)
+            lowest, highest = limits(
+                local, sequence, left, right, HAS_LEFT, HAS_RIGHT, BOTTOM_RIGHT
+            )
             padding = batch.to(gl.int64) * stride_bb + head.to(gl.int64) * stride_bh
             rows = (lowest, highest, padding, stride_bn, scale, softcap, len_k)
             mbarrier.wait(k_ready.index(slot), phase)
@@ -418,9 +317,6 @@ def _consume(
                 s, m, last, rows, bias, CUT, HAS_LEFT, PADDING, SOFTCAP, BM, BN, S
             )
             state = (acc, m, sums, _packed(weights, dtype, BM, BN), slot, phase)
-            rest = gl.minimum(rest, last)
-            full = gl.maximum(gl.minimum(full, rest), begin)
-            rest = gl.maximum(rest, full)
             if HAS_RIGHT or PADDING:
                 state = _attend(
                     state, last, rest, buffers, rows, bias,

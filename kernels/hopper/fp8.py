@@ -18,7 +18,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from fa_advisor.kernels.hopper.common import accumulator, cheap_tanh, origin
 from fa_advisor.kernels.hopper.compat import load_tile, store_tile
-from fa_advisor.kernels.hopper.forward import _keys_of, _pass_by, _turns, _unless, _work
+from fa_advisor.kernels.hopper.forward import _pass_by, _unless
+from fa_advisor.kernels.hopper.pieces import (
+    keys_of,
+    limits,
+    next_piece,
+    own_keys,
+    turns,
+    work,
+)
 from fa_advisor.kernels.score import LN2, LOG2E
 
 # P is at most 2^HEADROOM instead of 1, below e4m3's largest number, 448: what would be under its
@@ -38,19 +46,14 @@ def _produce(
     slot = 0
     phase = 1
     q_phase = 1
-    first_turn, last_turn, step = _turns(schedule, total)
-    t = first_turn
-    if schedule is not None:
-        t = gl.load(schedule + first_turn)
+    first_turn, last_turn, step, t = turns(schedule, total)
     for turn in range(first_turn, last_turn, step):
-        following_t = turn + step
-        if schedule is not None:
-            following_t = gl.load(schedule + turn + 1)
-        batch, head, row_start, sequence = _work(
+        following_t = next_piece(schedule, turn, step)
+        batch, head, row_start, sequence = work(
             t, cu_q, cu_k, numbers, schedule is not None, VARLEN, HAS_RIGHT, BM * CONSUMERS
         )
         first_q, len_q, first_k, len_k = sequence
-        begin, _full, _rest, end = _keys_of(
+        begin, _full, _rest, end = keys_of(
             row_start, batch, head, sequence, None, numbers,
             HAS_LEFT, HAS_RIGHT, BOTTOM_RIGHT, False, BM * CONSUMERS, BN,
         )  # fmt: skip
@@ -280,32 +283,18 @@ def _consume(
     slot = 0
     phase = 0
     q_phase = 0
-    first_turn, last_turn, step = _turns(schedule, total)
-    t = first_turn
-    if schedule is not None:
-        t = gl.load(schedule + first_turn)
+    first_turn, last_turn, step, t = turns(schedule, total)
     for turn in range(first_turn, last_turn, step):
-        following_t = turn + step
-        if schedule is not None:
-            following_t = gl.load(schedule + turn + 1)
-        batch, head, row_start, sequence = _work(
+        following_t = next_piece(schedule, turn, step)
+        batch, head, row_start, sequence = work(
             t, cu_q, cu_k, numbers, schedule is not None, VARLEN, HAS_RIGHT, BM * CONSUMERS
         )
-        first_q, len_q, _first_k, len_k = sequence
-        all_begin, _full, _rest, all_end = _keys_of(
+        first_q, len_q, _first_k, _len_k = sequence
+        all_begin, all_end, some, last, rest, full, begin = own_keys(
             row_start, batch, head, sequence, None, numbers,
-            HAS_LEFT, HAS_RIGHT, BOTTOM_RIGHT, False, BM * CONSUMERS, BN,
+            HAS_LEFT, HAS_RIGHT, BOTTOM_RIGHT, False, BM, BN, CONSUMERS, CID,
         )  # fmt: skip
         row = row_start + CID * BM
-        begin, full, rest, end = _keys_of(
-            row, batch, head, sequence, None, numbers,
-            HAS_LEFT, HAS_RIGHT, BOTTOM_RIGHT, False, BM, BN,
-        )  # fmt: skip
-        # Of what comes for all consumers: where these rows see nothing, nothing.
-        begin = gl.maximum(begin, all_begin)
-        some = end > begin
-        last = gl.where(some, (end - 1) // BN * BN, all_begin - BN)
-        begin = gl.where(some, begin, all_begin)
         local = row + gl.arange(0, BM, layout=ROW)
         m = gl.full([BM], float("-inf"), gl.float32, layout=ROW)
         if SINKS:
@@ -320,16 +309,9 @@ def _consume(
             first = (all_end - 1) // BN * BN
             slot, phase = _pass_by(first + BN, last + BN, slot, phase, buffers, STAGES, BN)
         if some:
-            highest = gl.full([BM], len_k - 1, gl.int32, layout=ROW)
-            lowest = highest
-            if HAS_RIGHT or HAS_LEFT:
-                shift = 0
-                if BOTTOM_RIGHT:
-                    shift = len_k - len_q
-                if HAS_RIGHT:
-                    highest = gl.minimum(highest, local + (shift + right))
-                if HAS_LEFT:
-                    lowest = local + (shift - left)
+            lowest, highest = limits(
+                local, sequence, left, right, HAS_LEFT, HAS_RIGHT, BOTTOM_RIGHT
+            )
             factor = scale * _descale(q_descale, batch, head, stride_qb, stride_qh)
             factor *= _descale(k_descale, batch, head // group, stride_kb, stride_kh)
             rows = (lowest, highest, factor, softcap)
@@ -342,9 +324,6 @@ def _consume(
                 acc, m, _lane_sums(weights), gl.convert_layout(alpha, gl.SliceLayout(1, OUT)),
                 _packed(weights), slot, phase,
             )  # fmt: skip
-            rest = gl.minimum(rest, last)
-            full = gl.maximum(gl.minimum(full, rest), begin)
-            rest = gl.maximum(rest, full)
             if HAS_RIGHT:
                 state = _attend(
                     state, last, rest, buffers, rows,
