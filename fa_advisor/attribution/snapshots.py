@@ -180,9 +180,8 @@ class _Frames:
                 mended = _mended(frame)
                 if mended is not frame:
                     self._mended[id(frame)] = mended
-        if self._mended:
-            return [self._mended[id(f)] if id(f) in self._mended else f for f in frames]
-        return frames
+        whole: list[dict[str, Any]] = frames
+        return [self._mended.get(id(f), f) for f in whole] if self._mended else whole
 
 
 def _mended(frame: dict[str, Any]) -> dict[str, Any]:
