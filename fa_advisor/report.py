@@ -70,8 +70,8 @@ def write_whole(path: str | os.PathLike[str], data: bytes) -> None:
             _replace(target.resolve(), data)
     except OSError as error:
         raise UsageError(
-            f"can't write the report to {target}: {error.strerror or error}",
-            hint="give -o a file in a directory that exists and that you may write to",
+            f"can't write {target}: {error.strerror or error}",
+            hint="name a file in a directory that exists and that you may write to",
         ) from error
 
 
@@ -112,6 +112,12 @@ def parse(raw: bytes, name: str) -> Report:
     except (msgspec.ValidationError, RecursionError) as error:
         raise UsageError(f"{name} is not a valid fa-advisor report: {error}") from error
     memory = report.memory
+    times = [point.t for point in memory.timeline]
+    if times != sorted(times):
+        raise UsageError(
+            f"{name} is not a valid fa-advisor report: its timeline goes back in time",
+            hint="was it edited by hand?",
+        )
     parts = (*memory.categories.values(), memory.unattributed_bytes)
     if min(parts) < 0 or sum(parts) != memory.peak_allocated_bytes:
         raise UsageError(

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from fa_advisor.attribution.frames import encodable
 from fa_advisor.attribution.postmortem import Postmortem, explain
 from fa_advisor.attribution.remedies import size
 from fa_advisor.attribution.replay import Trace
@@ -61,7 +62,7 @@ def explained(error: BaseException) -> Postmortem | None:
         "size": _bytes(asked),
         "device_free": _bytes(free),
         "frames": [
-            {"filename": frame.filename, "line": frame.lineno or 0, "name": frame.name}
+            {"filename": encodable(frame.filename), "line": frame.lineno or 0, "name": frame.name}
             for frame in reversed(traceback.extract_tb(error.__traceback__))
         ],
     }

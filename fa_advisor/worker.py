@@ -15,6 +15,7 @@ import traceback
 import msgspec
 
 from fa_advisor import messages
+from fa_advisor.attribution.frames import encodable
 from fa_advisor.errors import ExitStatus, FaAdvisorError
 from fa_advisor.inheritance import adopt
 from fa_advisor.records import Failure, ProfileRequest, Progress
@@ -71,9 +72,9 @@ def _outcome(request: ProfileRequest, sender: Sender) -> messages.Message:
     except FaAdvisorError as error:
         failure = Failure(
             status=error.status,
-            message=_encodable(error.message),
-            hint=_encodable(error.hint),
-            detail=_encodable(error.detail),
+            message=encodable(error.message),
+            hint=encodable(error.hint),
+            detail=encodable(error.detail),
         )
     except KeyboardInterrupt:
         failure = Failure(status=ExitStatus.INTERRUPTED, message="interrupted")
@@ -92,15 +93,10 @@ def _fault_of_ours(error: BaseException) -> Failure:
     detail = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     return Failure(
         status=ExitStatus.INTERNAL,
-        message=_encodable(f"fa-advisor failed while profiling: {last_line}"),
+        message=encodable(f"fa-advisor failed while profiling: {last_line}"),
         hint="" if debug else "this is a fault of fa-advisor; FA_ADVISOR_DEBUG=1 shows where",
-        detail=_encodable(detail) if debug else "",
+        detail=encodable(detail) if debug else "",
     )
-
-
-def _encodable(text: str) -> str:
-    """The text without lone surrogates, which JSON can't carry."""
-    return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def _read_line(fd: int) -> bytes:

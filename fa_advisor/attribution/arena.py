@@ -14,6 +14,7 @@ from enum import Enum
 from typing import Any
 
 from fa_advisor.attribution.allocator import MIN_BLOCK, SMALL_SIZE, rounded
+from fa_advisor.attribution.by_address import ByAddress
 
 Pool = tuple[int, int]
 SHARED_POOL: Pool = (0, 0)
@@ -88,7 +89,8 @@ class Arena:
 
     def __init__(self, rules: Rules) -> None:
         self.rules = rules
-        self.blocks: dict[int, Block] = {}
+        self.blocks: ByAddress[Block] = ByAddress()
+        self._last: dict[int, Block] = {}  # by its end, the last block of a segment
         self.allocated = 0
         self.pending = 0
         self.reserved = 0
@@ -113,11 +115,13 @@ class Arena:
                 self._link(previous, block)
                 self.blocks[block.address] = block
                 previous = block
+            self._link(previous, None)
 
     def add(self, address: int, size: int, pool: Pool, *, grows: bool = False) -> None:
         """A segment from the driver; `grows`: mapped to an expandable one, beside what is there."""
         block = Block(address, size, pool)
         self.reserved += size
+        self._link(block, None)
         if grows:
             for other in self._beside(address, size):
                 low, high = (other, block) if other.address < address else (block, other)
@@ -132,6 +136,8 @@ class Arena:
         if block is None or block.address + block.size < address + size:
             self.strays += 1
             return
+        if block.state is not State.FREE:
+            self.strays += 1
         before, after = block.previous, block.next
         del self.blocks[block.address]
         self._link(before, None)
@@ -139,6 +145,7 @@ class Arena:
         if address > block.address:
             rest = Block(block.address, address - block.address, block.pool)
             self._link(before, rest)
+            self._link(rest, None)
             self.blocks[rest.address] = rest
         end = block.address + block.size
         if end > address + size:
@@ -157,6 +164,7 @@ class Arena:
             if block is not None and block.state is State.LIVE:
                 self.allocated -= block.size
             block = self.blocks[address] = Block(address, size, SHARED_POOL)
+            self._link(block, None)
         elif self.rules.splits(block.size - size, size):
             rest = Block(address + size, block.size - size, block.pool)
             self._link(rest, block.next)
@@ -201,13 +209,14 @@ class Arena:
         self.allocated -= block.size
         self.pending += block.size
 
-    @staticmethod
-    def _link(low: Block | None, high: Block | None) -> None:
+    def _link(self, low: Block | None, high: Block | None) -> None:
         """Make two pieces neighbours; `None` is a segment's end."""
         if high is not None:
             high.previous = low
         if low is not None:
             low.next = high
+            if high is None:
+                self._last[low.address + low.size] = low
 
     def _merge(self, block: Block) -> None:
         """Free neighbours of a segment are one block."""
@@ -224,18 +233,17 @@ class Arena:
 
     def _beside(self, address: int, size: int) -> list[Block]:
         """The blocks that end or begin where a piece is mapped."""
-        found = [b for b in self.blocks.values() if b.address + b.size == address]
-        after = self.blocks.get(address + size)
-        return found + ([after] if after is not None else [])
+        before, after = self._last.get(address), self.blocks.get(address + size)
+        if before is not None and (
+            self.blocks.get(before.address) is not before or before.address + before.size != address
+        ):
+            before = None  # it has gone since
+        return [block for block in (before, after) if block is not None]
 
     def _holding(self, address: int) -> Block | None:
-        block = self.blocks.get(address)
-        if block is not None:
-            return block
-        for block in self.blocks.values():
-            if block.address <= address < block.address + block.size:
-                return block
-        return None
+        start = address if address in self.blocks else self.blocks.floor(address)
+        block = self.blocks[start] if start is not None else None
+        return block if block is not None and address < block.address + block.size else None
 
 
 def pool_of(segment: Mapping[str, Any]) -> Pool:

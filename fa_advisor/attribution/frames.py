@@ -30,6 +30,11 @@ _GENERATED = re.compile(_INDUCTOR)
 INTERPOSED = ("__torch_dispatch__", "__torch_function__")
 
 
+def encodable(text: str) -> str:
+    """The text without lone surrogates, which UTF-8 and so JSON can't carry: as `\\udcff`."""
+    return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
 def user_line(frames: Frames, ours: tuple[str, ...] = ()) -> tuple[str, int] | None:
     """(file, line) of the innermost frame that is the user's; `ours`: prefixes to leave out."""
     for frame in users(frames, ours):

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import msgspec
 
 from fa_advisor.attribution.arena import Given
-from fa_advisor.attribution.frames import Frames, generated, in_backward, users
+from fa_advisor.attribution.frames import Frames, encodable, generated, in_backward, users
 from fa_advisor.attribution.join import stamp_of
 from fa_advisor.attribution.remedies import without_program
 from fa_advisor.attribution.replay import Above, Replayed, Trace, above, replay
@@ -125,7 +125,7 @@ def explain(trace: Trace, *, snapshot: str, device: int) -> Postmortem:
         attention += given.requested if key[-1] else 0
     request = _request(trace, failures[-1], state) if failures else None
     return Postmortem(
-        snapshot=snapshot,
+        snapshot=encodable(snapshot),
         device=device,
         moment=moment,
         allocated_bytes=state.allocated,
@@ -146,7 +146,7 @@ def explain(trace: Trace, *, snapshot: str, device: int) -> Postmortem:
         events=len(trace.events),
         failures=len(failures),
         timeline=timeline(replayed, changes),
-        notes=_notes(trace, replayed, kinds),
+        notes=_notes(trace, replayed, kinds, state),
     )
 
 
@@ -295,7 +295,7 @@ def _frames_before(trace: Trace) -> dict[int, Frames]:
     }
 
 
-def _notes(trace: Trace, replayed: Replayed, kinds: Counter[str]) -> tuple[str, ...]:
+def _notes(trace: Trace, replayed: Replayed, kinds: Counter[str], state: Above) -> tuple[str, ...]:
     notes = []
     if not trace.events:
         notes.append(
@@ -311,4 +311,14 @@ def _notes(trace: Trace, replayed: Replayed, kinds: Counter[str]) -> tuple[str, 
         notes.append(
             f"the history contradicts itself in {replayed.strays} places: parts of it are missing"
         )
+    elif not _adds_up(state, kinds):
+        notes.append(
+            "the history contradicts itself: what it gave out and what was reserved don't add up"
+        )
     return tuple(notes)
+
+
+def _adds_up(state: Above, kinds: Counter[str]) -> bool:
+    free = state.cached + state.fragmented
+    whole = state.allocated + state.pending + free == state.reserved
+    return whole and min(state.pending, free) >= 0 and sum(kinds.values()) <= state.allocated

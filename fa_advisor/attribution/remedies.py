@@ -116,13 +116,14 @@ def without_program(
         )
     grows = sum(kinds.get(kind, 0) for kind in ("forward", "backward", "compiled"))
     grows += shortage.requested
-    if grows > missing:
-        share = (grows - missing) / grows
+    # Rounded down: at a percent more it wouldn't fit. Below one no batch does.
+    percent = 100 * (grows - missing) // grows if grows > missing else 0
+    if percent:
         made.append(
             Remedy(
                 kind="batch",
                 text=(
-                    f"{size(grows)} (the request included) grow with the batch: at {share:.0%} of"
+                    f"{size(grows)} (the request included) grow with the batch: at {percent}% of"
                     " this batch the request would have fitted, if nothing later needs more"
                 ),
                 saves_bytes=missing,
@@ -133,8 +134,9 @@ def without_program(
 
 
 def size(nbytes: int) -> str:
-    """1.50 GiB, 12.3 MiB, 512 B."""
-    for unit, one in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+    """1.50 GiB, 12.30 MiB, 512 B."""
+    for unit, power in (("EiB", 6), ("PiB", 5), ("TiB", 4), ("GiB", 3), ("MiB", 2), ("KiB", 1)):
+        one = 1024**power
         if nbytes >= one:
             return f"{nbytes / one:.2f} {unit}"
     return f"{nbytes} B"

@@ -6,11 +6,13 @@ A block's identity is the event that gave it out, never its address, which is us
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from fa_advisor.attribution.arena import SHARED_POOL, Arena, Given, Pool, Rules, State, pool_of
+from fa_advisor.attribution.by_address import ByAddress
 
 Event = Mapping[str, Any]
 Segment = Mapping[str, Any]
@@ -133,7 +135,11 @@ def above_in(arena: Arena) -> Above:
 def opened(trace: Trace) -> Arena:
     """The arena as it was before the first event."""
     arena = Arena(rules_of(trace.settings))
-    arena.load(trace.before if trace.before is not None else _unwound(trace, arena.rules))
+    if trace.before is not None:
+        arena.load(trace.before)
+    else:
+        before, arena.strays = _unwound(trace, arena.rules)
+        arena.load(before)
     return arena
 
 
@@ -166,13 +172,14 @@ def _pool(event: Event, pools: Mapping[int, Pool], address: int) -> Pool:
     return (int(told[0]), int(told[1])) if told else pools.get(address, SHARED_POOL)
 
 
-def _unwound(trace: Trace, rules: Rules) -> list[dict[str, Any]]:
-    """The segments before the first event, from those after the last: every event undone.
+def _unwound(trace: Trace, rules: Rules) -> tuple[list[dict[str, Any]], int]:
+    """The segments before the first event, from those after the last: every event undone; and how
+    many of them can't have been, because they overlap.
 
     Exact, but for the slack of blocks that were alive before and are no longer.
     """
     live: dict[int, tuple[int, int, str]] = {}
-    spans: dict[int, tuple[int, Pool]] = {}
+    spans: ByAddress[tuple[int, Pool]] = ByAddress()
     for segment in trace.segments:
         spans[segment["address"]] = (segment["total_size"], pool_of(segment))
         address = segment["address"]
@@ -182,6 +189,7 @@ def _unwound(trace: Trace, rules: Rules) -> list[dict[str, Any]]:
                 asked = block.get("requested_size", block["size"])
                 live[address] = (block["size"], asked, block["state"])
             address += block["size"]
+    twice = len(trace.segments) - len(spans)
     for event in reversed(trace.events):
         action, address, size = event["action"], event.get("addr", 0), event["size"]
         if action == "alloc":
@@ -195,20 +203,42 @@ def _unwound(trace: Trace, rules: Rules) -> list[dict[str, Any]]:
             _cut_out(spans, address, size)
         elif action in ("segment_free", "segment_unmap"):
             spans[address] = (size, SHARED_POOL)
+    apart, overlaps = _apart(spans)
     if rules.expandable:
-        spans = _joined(spans)
-    return [_segment(start, *spans[start], live) for start in sorted(spans)]
+        apart = _joined(apart)
+    addresses = sorted(live)
+    return [
+        _segment(start, size, pool, _within(addresses, start, size), live)
+        for start, (size, pool) in apart.items()
+    ], twice + overlaps
 
 
-def _cut_out(spans: dict[int, tuple[int, Pool]], address: int, size: int) -> None:
-    for start, (length, pool) in list(spans.items()):
-        if start <= address < start + length:
-            del spans[start]
-            if address > start:
-                spans[start] = (address - start, pool)
-            if address + size < start + length:
-                spans[address + size] = (start + length - address - size, pool)
-            return
+def _cut_out(spans: ByAddress[tuple[int, Pool]], address: int, size: int) -> None:
+    start = spans.floor(address)
+    if start is None or address >= start + spans[start][0]:
+        return
+    length, pool = spans[start]
+    del spans[start]
+    if address > start:
+        spans[start] = (address - start, pool)
+    if address + size < start + length:
+        spans[address + size] = (start + length - address - size, pool)
+
+
+def _apart(spans: Mapping[int, tuple[int, Pool]]) -> tuple[dict[int, tuple[int, Pool]], int]:
+    """In order, each ending where the next begins at the latest; how many had to be cut."""
+    apart: dict[int, tuple[int, Pool]] = {}
+    last, overlaps = -1, 0
+    for start in sorted(spans):
+        if last >= 0 and last + apart[last][0] > start:
+            apart[last] = (start - last, apart[last][1])
+            overlaps += 1
+        apart[start], last = spans[start], start
+    return apart, overlaps
+
+
+def _within(addresses: list[int], start: int, size: int) -> list[int]:
+    return addresses[bisect_left(addresses, start) : bisect_left(addresses, start + size)]
 
 
 def _joined(spans: dict[int, tuple[int, Pool]]) -> dict[int, tuple[int, Pool]]:
@@ -224,11 +254,15 @@ def _joined(spans: dict[int, tuple[int, Pool]]) -> dict[int, tuple[int, Pool]]:
 
 
 def _segment(
-    start: int, size: int, pool: Pool, live: Mapping[int, tuple[int, int, str]]
+    start: int,
+    size: int,
+    pool: Pool,
+    addresses: list[int],
+    live: Mapping[int, tuple[int, int, str]],
 ) -> dict[str, Any]:
     blocks: list[dict[str, Any]] = []
     at, end = start, start + size
-    for address in sorted(a for a in live if start <= a < end):
+    for address in addresses:
         length, asked, state = live[address]
         if address > at:
             blocks.append({"address": at, "size": address - at, "state": "inactive"})

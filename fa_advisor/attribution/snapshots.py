@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fa_advisor.attribution.frames import encodable
 from fa_advisor.attribution.plain_pickle import NotPlain, loads
 from fa_advisor.attribution.replay import Trace
 from fa_advisor.errors import UsageError
@@ -114,8 +115,8 @@ def _segment(value: Any, frames: _Frames) -> dict[str, Any]:
     for value in blocks:
         block = _dict(value, "a block")
         size, state = _number(block, "size"), block.get("state")
-        if state not in _STATES:
-            raise _Foreign(f"a block's state is {str(state)[:40]!r}")
+        if not isinstance(state, str) or state not in _STATES:
+            raise _Foreign(f"a block's state is {_shown(state)}")
         address = _number(block, "address", address)
         made.append(
             {
@@ -128,8 +129,9 @@ def _segment(value: Any, frames: _Frames) -> dict[str, Any]:
         )
         address += size
     total = _number(segment, "total_size")
-    if sum(b["size"] for b in made) != total:
-        raise _Foreign("a segment's blocks don't add up to its size")
+    parts = sum(b["size"] for b in made)
+    if parts != total:
+        raise _Foreign(f"a segment's blocks add up to {parts:,} bytes, its size is {total:,}")
     return {
         "device": _number(segment, "device", 0),
         "address": start,
@@ -144,12 +146,13 @@ def _event(value: Any, frames: _Frames) -> dict[str, Any]:
     action = event.get("action")
     if not isinstance(action, str):
         raise _Foreign("an event has no action")
+    metadata = event.get("user_metadata")
     made: dict[str, Any] = {
         "action": action,
         "size": _number(event, "size", 0),
         "time_us": _number(event, "time_us", 0),
         "frames": frames.of(event),
-        "user_metadata": str(event.get("user_metadata", ""))[:200],
+        "user_metadata": encodable(metadata[:200]) if isinstance(metadata, str) else "",
     }
     if action == "oom":
         made["device_free"] = _number(event, "device_free", _number(event, "addr", 0))
@@ -163,6 +166,7 @@ class _Frames:
 
     def __init__(self) -> None:
         self._known: set[int] = set()
+        self._mended: dict[int, dict[str, Any]] = {}
 
     def of(self, holder: Mapping[str, Any]) -> list[dict[str, Any]]:
         frames = holder.get("frames", [])
@@ -173,7 +177,20 @@ class _Frames:
                 if not _is_frame(frame):
                     raise _Foreign("a frame has no file, line and name")
                 self._known.add(id(frame))
-        return frames
+                mended = _mended(frame)
+                if mended is not frame:
+                    self._mended[id(frame)] = mended
+        whole: list[dict[str, Any]] = frames
+        return [self._mended.get(id(f), f) for f in whole] if self._mended else whole
+
+
+def _mended(frame: dict[str, Any]) -> dict[str, Any]:
+    """A frame whose names UTF-8 can carry. A backslash would part a path: `?` it is there."""
+    file, name = frame["filename"], frame["name"]
+    if file.isascii() and name.isascii():
+        return frame
+    file = file.encode("utf-8", "replace").decode("utf-8")
+    return {**frame, "filename": file, "name": encodable(name)}
 
 
 def _is_frame(value: Any) -> bool:
@@ -213,8 +230,20 @@ def _dict(value: Any, what: str) -> dict[Any, Any]:
 def _number(holder: Mapping[Any, Any], key: str, otherwise: int | None = None) -> int:
     value = holder.get(key, otherwise)
     if not _whole(value) or not 0 <= value < _LARGEST:
-        raise _Foreign(f"`{key}` isn't a number of bytes or an address: {str(value)[:40]}")
+        raise _Foreign(f"`{key}` isn't a number of bytes or an address: {_shown(value)}")
     return int(value)
+
+
+def _shown(value: Any) -> str:
+    """A value that nobody has checked, in a few words: a container may be deep, or without an end,
+    once it is written out."""
+    if isinstance(value, str):
+        return repr(value[:40]) + ("..." if len(value) > 40 else "")
+    if isinstance(value, int) and value.bit_length() > 128:
+        return f"an integer of {value.bit_length():,} bits"
+    if value is None or isinstance(value, (int, float)):
+        return repr(value)
+    return f"a {type(value).__name__}"
 
 
 def _whole(value: Any) -> bool:

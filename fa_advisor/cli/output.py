@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from collections.abc import Callable, Iterable, Sequence
 from typing import TextIO, TypedDict
 
 from fa_advisor.errors import FaAdvisorError, UsageError
@@ -50,6 +51,27 @@ def _shown(text: str) -> str:
     return "".join(
         c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text
     )
+
+
+def attempted(actions: Iterable[Callable[[], None]]) -> list[FaAdvisorError]:
+    """Do all of them, each on its own; what failed, and how."""
+    faults: list[FaAdvisorError] = []
+    for action in actions:
+        try:
+            action()
+        except FaAdvisorError as fault:
+            faults.append(fault)
+        except OSError as error:
+            faults.append(UsageError(str(error)))
+    return faults
+
+
+def raise_all(faults: Sequence[FaAdvisorError]) -> None:
+    """Tell of every fault; the last is raised, and with it its exit status."""
+    for fault in faults[:-1]:
+        say_error(fault)
+    if faults:
+        raise faults[-1]
 
 
 class TextOptions(TypedDict):

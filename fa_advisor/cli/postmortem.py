@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from fa_advisor.cli.output import emit, say, text_options
+from fa_advisor.cli.output import attempted, emit, raise_all, say, text_options
 from fa_advisor.errors import UsageError
 
 
@@ -54,17 +54,24 @@ def postmortem(
     found = read(snapshot)
     number = found.pick(device)
     told = explain(found.traces[number], snapshot=snapshot, device=number)
-    if trace is not None:
-        from fa_advisor.attribution.chrome_trace import encode
 
-        write_whole(trace, encode(found.traces[number], number))
-        say(f"wrote {trace}")
-    if output is not None:
+    def explanation() -> None:
+        if output is None:
+            emit(to_json(told) if chosen == "json" else to_text(told, **text_options(ascii)))
+            return
         data = to_json(told) if chosen == "json" else to_text(told, ascii=ascii).encode()
         write_whole(output, data)
         say(f"wrote {output}")
-        return
-    emit(to_json(told) if chosen == "json" else to_text(told, **text_options(ascii)))
+
+    def history() -> None:
+        if trace is not None:
+            from fa_advisor.attribution.chrome_trace import encode
+
+            write_whole(trace, encode(found.traces[number], number))
+            say(f"wrote {trace}")
+
+    # Each on its own: where one can't be written the other still is.
+    raise_all(attempted((explanation, history)))
 
 
 def _format_of(output: str | None) -> str:

@@ -10,8 +10,15 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from fa_advisor.cli import params
-from fa_advisor.cli.output import emit, has_dashboard_terminal, say, say_error, text_options
-from fa_advisor.errors import FaAdvisorError, TargetError, UsageError
+from fa_advisor.cli.output import (
+    attempted,
+    emit,
+    has_dashboard_terminal,
+    raise_all,
+    say,
+    text_options,
+)
+from fa_advisor.errors import TargetError
 
 if TYPE_CHECKING:
     from fa_advisor.records import OutOfMemory, ProfileRequest
@@ -170,8 +177,7 @@ def profile(
     if fail_on_increase is not None and baseline is None:
         raise click.UsageError("--fail-on-increase needs a --baseline to increase from")
     dashboard = _wants_dashboard(tui, outputs, format)
-    if outputs:
-        _check_outputs(outputs)
+    _check_writable(outputs, [asked["snapshot"], asked["trace"]])
     reference = _load(baseline) if baseline is not None else None
 
     from fa_advisor.records import ProfileRequest
@@ -180,18 +186,15 @@ def profile(
     report = _run(request, dashboard=dashboard, kept=bool(outputs), ascii=ascii, silent=no_progress)
 
     # The files come first, and each on its own: what fails later must not cost the report.
-    faults = _attempted(_writes(report, outputs))
+    faults = attempted(_writes(report, outputs))
     if dashboard and outputs:
-        faults += _attempted([lambda: _show(report, ascii)])
+        faults += attempted([lambda: _show(report, ascii)])
     if not dashboard or format is not None or not sys.stdout.isatty():
-        faults += _attempted([lambda: _print(report, format or "text", ascii)])
-    faults += _attempted(_gates(report, max_peak, reference, fail_on_increase))
+        faults += attempted([lambda: _print(report, format or "text", ascii)])
+    faults += attempted(_gates(report, max_peak, reference, fail_on_increase))
     if report.out_of_memory is not None:
         faults.append(_ran_out(report.out_of_memory, target))
-    for fault in faults[:-1]:
-        say_error(fault)
-    if faults:
-        raise faults[-1]
+    raise_all(faults)
 
 
 def _wants_dashboard(tui: bool | None, outputs: tuple[str, ...], format: str | None) -> bool:
@@ -200,11 +203,16 @@ def _wants_dashboard(tui: bool | None, outputs: tuple[str, ...], format: str | N
     return has_dashboard_terminal() and not outputs and format is None if tui is None else tui
 
 
-def _check_outputs(outputs: tuple[str, ...]) -> None:
+def _check_writable(outputs: tuple[str, ...], others: list[str | None]) -> None:
+    """Of the report's files, and of the others: before a long run, not after it."""
+    paths = [*outputs, *(path for path in others if path is not None)]
+    if not paths:
+        return
     from fa_advisor.views.formats import check_writable, format_of
 
     for path in outputs:
         format_of(path)
+    for path in paths:
         check_writable(path)
 
 
@@ -294,16 +302,3 @@ def _ran_out(failed: OutOfMemory, target: str | None) -> TargetError:
         hint=next((r.text for r in failed.remedies if r.enough), ""),
         detail=failed.traceback,
     )
-
-
-def _attempted(actions: list[Callable[[], None]]) -> list[FaAdvisorError]:
-    """Do all of them; what failed, and how."""
-    faults: list[FaAdvisorError] = []
-    for action in actions:
-        try:
-            action()
-        except FaAdvisorError as fault:
-            faults.append(fault)
-        except OSError as error:
-            faults.append(UsageError(str(error)))
-    return faults

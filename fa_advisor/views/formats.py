@@ -50,7 +50,7 @@ def format_of(path: str | os.PathLike[str]) -> str:
 
 
 def check_writable(path: str | os.PathLike[str]) -> None:
-    """Find out before a long run whether its report can be written to `path`.
+    """Find out before a long run whether what it makes can be written to `path`.
 
     Raises: UsageError where it can't.
     """
@@ -66,8 +66,8 @@ def check_writable(path: str | os.PathLike[str]) -> None:
         problem = f"{target.parent} is not writable"
     if problem:
         raise UsageError(
-            f"can't write the report to {target}: {problem}",
-            hint="give -o a file in a directory that exists and that you may write to",
+            f"can't write {target}: {problem}",
+            hint="name a file in a directory that exists and that you may write to",
         )
 
 

@@ -10,7 +10,7 @@ from decimal import Decimal
 
 from fa_advisor.errors import UsageError
 
-KIB, MIB, GIB = 2**10, 2**20, 2**30
+KIB, MIB, GIB, TIB, PIB, EIB = 2**10, 2**20, 2**30, 2**40, 2**50, 2**60
 
 _UNITS = {
     "": 1,
@@ -20,12 +20,25 @@ _UNITS = {
     "kib": KIB,
     "mib": MIB,
     "gib": GIB,
-    "tib": 2**40,
+    "tib": TIB,
+    "pib": PIB,
+    "eib": EIB,
     "kb": 10**3,
     "mb": 10**6,
     "gb": 10**9,
     "tb": 10**12,
+    "pb": 10**15,
+    "eb": 10**18,
 }
+_SCALE = (
+    (1, "B"),
+    (KIB, "KiB"),
+    (MIB, "MiB"),
+    (GIB, "GiB"),
+    (TIB, "TiB"),
+    (PIB, "PiB"),
+    (EIB, "EiB"),
+)
 _SIZE = re.compile(r"\s*([0-9][0-9_]*(?:\.[0-9]+)?)\s*([a-z]*)\s*", re.IGNORECASE | re.ASCII)
 _PERCENT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*%\s*", re.ASCII)
 
@@ -33,9 +46,9 @@ _PERCENT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*%\s*", re.ASCII)
 def format_bytes(size: int) -> str:
     """`size` bytes as "2.46 GiB", "576.00 MiB", "16.00 KiB" or "-12 B"."""
     sign, size = ("-", -size) if size < 0 else ("", size)
-    for factor, unit in ((1, "B"), (KIB, "KiB"), (MIB, "MiB"), (GIB, "GiB")):
+    for factor, unit in _SCALE:
         # Rounded before it is compared: 1023.999 MiB is "1.00 GiB", not "1024.00 MiB".
-        if unit == "GiB" or round(size / factor, 2) < 1024:
+        if unit == "EiB" or round(size / factor, 2) < 1024:
             break
     number = str(size) if unit == "B" else f"{size / factor:.2f}"
     return f"{sign}{number} {unit}"

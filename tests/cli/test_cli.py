@@ -149,6 +149,16 @@ def test_a_file_that_cannot_be_is_refused_before_the_run(
     assert ran == []
 
 
+@pytest.mark.parametrize("option", ["--snapshot", "--trace"])
+def test_a_trace_that_cannot_be_written_is_refused_before_the_run(
+    ran: list[ProfileRequest], tmp_path: Path, option: str
+) -> None:
+    for name in ("no/dir/t", "."):
+        result = invoke("profile", option, str(tmp_path / name))
+        assert result.exit_code == 2 and ran == []
+        assert result.stderr.startswith("error: can't write ") and "give -o" not in result.stderr
+
+
 # Gates
 
 

@@ -109,6 +109,15 @@ def test_a_report_that_does_not_add_up_is_refused() -> None:
         parse(json.dumps(document).encode(), "r.json")
 
 
+def test_a_report_whose_timeline_goes_back_is_refused() -> None:
+    document = json.loads(samples.report().to_json())
+    points = document["memory"]["timeline"]
+    assert len(points) > 1
+    points.reverse()
+    with pytest.raises(UsageError, match="back in time"):
+        parse(json.dumps(document).encode(), "r.json")
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="closes file descriptors as a shell does")
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
 def test_closed_standard_streams(closed: str) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import pickle
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -184,6 +186,15 @@ def test_a_hostile_file_runs_nothing(tmp_path: Path) -> None:
     assert "more than plain containers" in result.stderr and not touched.exists()
 
 
+def laughs() -> list[Any]:
+    """A thousand billion words, in forty lists."""
+    value: list[Any] = ["lol"]
+    for _ in range(40):
+        value = [value, value]
+    return value
+
+
+LAUGHS = laughs()
 SEGMENT = {"device": 0, "address": 0, "total_size": 512, "blocks": [{"size": 512, "state": "x"}]}
 
 
@@ -203,7 +214,12 @@ SEGMENT = {"device": 0, "address": 0, "total_size": 512, "blocks": [{"size": 512
         {"segments": [], "device_traces": [[{"action": "alloc", "frames": [{"name": "f"}]}]]},
         {"segments": [], "device_traces": [7]},
         {"segments": [], "device_traces": [[{"action": "alloc", "addr": 2**90, "size": 1}]]},
+        {"segments": [{**SEGMENT, "blocks": [{"size": 512, "state": ["x"]}]}]},
+        {"segments": [{**SEGMENT, "blocks": [{"size": 512, "state": {}}]}]},
+        {"segments": [{**SEGMENT, "device": LAUGHS}]},
+        {"segments": [{**SEGMENT, "blocks": [{"size": 512, "state": LAUGHS}]}]},
     ],
+    ids=range(17),  # pytest would write the values out
 )
 def test_a_foreign_pickle_is_a_message(value: Any, tmp_path: Path) -> None:
     path = tmp_path / "s.pickle"
@@ -211,6 +227,126 @@ def test_a_foreign_pickle_is_a_message(value: Any, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="not a memory snapshot"):
         read(path)
     assert invoke(str(path)).exit_code == 2
+
+
+def oom_of(**segment: Any) -> dict[str, Any]:
+    """A block of one MiB in a segment of two, and a request that found no memory."""
+    blocks = [
+        {"size": MIB, "requested_size": MIB, "state": "active_allocated", "frames": []},
+        {"size": MIB, "requested_size": 0, "state": "inactive", "frames": []},
+    ]
+    made = {"device": 0, "address": 1 << 30, "total_size": 2 * MIB, "blocks": blocks, **segment}
+    events = [{"action": "oom", "size": 2**40, "device_free": 5, "frames": []}]
+    return {"segments": [made], "device_traces": [events]}
+
+
+def explained_of(value: dict[str, Any]) -> Postmortem:
+    return explain(checked(value).traces[0], snapshot="s", device=0)
+
+
+def test_values_that_nobody_needs_are_never_written_out() -> None:
+    deep: list[Any] = []
+    for _ in range(100_000):
+        deep = [deep]
+    for value in (LAUGHS, deep):
+        with pytest.raises(Exception, match=r"`device` isn't a number.*: a list"):
+            checked(oom_of(device=value))
+        harmless = oom_of()
+        harmless["device_traces"][0][0]["user_metadata"] = value
+        assert explained_of(harmless).failures == 1
+
+
+def test_a_wrong_size_is_shown() -> None:
+    with pytest.raises(Exception, match="'2097152'"):
+        checked(oom_of(total_size="2097152"))
+    with pytest.raises(Exception, match="add up to 2,097,152 bytes, its size is 7"):
+        checked(oom_of(total_size=7))
+    with pytest.raises(Exception, match="an integer of 4,001 bits"):
+        checked(oom_of(total_size=1 << 4000))
+
+
+def test_names_that_are_no_utf8_are_shown_escaped(tmp_path: Path) -> None:
+    value = oom_of()
+    frame = {"filename": "/a/\ud800t.py", "line": 3, "name": "f\udcff"}
+    value["segments"][0]["blocks"][0]["frames"] = [frame]
+    value["device_traces"][0][0].update(frames=[frame], user_metadata="1 op\ud800")
+    path = Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9.pickle"))
+    path.write_bytes(pickle.dumps(value))
+    trace = path.with_suffix(".json")
+    shown = invoke(str(path), "--format", "json", "--trace", str(trace))
+    assert shown.exit_code == 0, shown.output
+    found = json.loads(shown.stdout)
+    assert found["lines"][0]["source"] == "?t.py:3"
+    assert found["request"]["function"] == "f\\udcff" and "caf\\udce9" in found["snapshot"]
+    assert json.loads(trace.read_bytes()) and frame["name"] == "f\udcff"
+    for out in ("o.json", "o.txt"):
+        assert invoke(str(path), "-o", str(tmp_path / out)).exit_code == 0
+
+
+def test_a_contradiction_is_said() -> None:
+    unmapped = oom_of()
+    event = {"action": "segment_unmap", "addr": 1 << 30, "size": 1000, "frames": []}
+    unmapped["device_traces"][0].insert(0, event)
+    twice = oom_of()
+    twice["segments"] *= 2
+    doubled = loaded("oom")
+    doubled["device_traces"][0] *= 2
+    for value in (unmapped, twice, doubled):
+        found = explained_of(value)
+        assert any("contradicts itself" in note for note in found.notes)
+        assert to_text(found)
+    assert not explained_of(oom_of()).notes[1:]
+
+
+def test_no_share_of_a_batch_is_advised_where_none_fits() -> None:
+    value = oom_of()
+    assert not [r for r in explained_of(value).remedies if r.kind == "batch"]
+    value["device_traces"][0][0]["device_free"] = 2**39
+    (batch,) = [r for r in explained_of(value).remedies if r.kind == "batch"]
+    assert "at 50% of this batch" in batch.text and "1.00 TiB" in batch.text
+
+
+def test_many_segments_take_no_square_of_their_number() -> None:
+    """Mapped piece by piece, and unmapped in the middle: minutes if each looked at all others."""
+    page, count = 2 * MIB, 20_000
+    blocks = [
+        {"size": page, "requested_size": page, "state": "active_allocated", "frames": []}
+    ] * count
+    stride = 2 * page
+    segments = [
+        {"device": 0, "address": (index + 1) * stride, "total_size": page, "blocks": [block]}
+        for index, block in enumerate(blocks)
+    ]
+    events: list[dict[str, Any]] = []
+    for segment in segments:
+        at = {"addr": segment["address"], "frames": []}
+        events.append({"action": "segment_map", "size": page, **at})
+        events.append({"action": "alloc", "size": page, **at})
+    far = (count + 2) * stride
+    events.append({"action": "segment_map", "addr": far, "size": count * page, "frames": []})
+    for index in range(1, count, 2):
+        address = far + index * page
+        events.append({"action": "segment_unmap", "addr": address, "size": page, "frames": []})
+    for index in range(0, count, 2):
+        blocks = [{"size": page, "state": "inactive"}]
+        address = far + index * page
+        segments.append({"device": 0, "address": address, "total_size": page, "blocks": blocks})
+    settings = {"expandable_segments": True}
+    value = {"segments": segments, "device_traces": [events], "allocator_settings": settings}
+    began = time.monotonic()
+    found = explained_of(value)
+    assert time.monotonic() - began < 20
+    assert found.allocated_bytes == count * page and not found.notes
+
+
+def test_each_output_is_written_on_its_own(oom: Path, tmp_path: Path) -> None:
+    out, nowhere = tmp_path / "good.json", str(tmp_path / "nowhere" / "t.json")
+    result = invoke(str(oom), "--trace", nowhere, "-o", str(out))
+    assert result.exit_code == 2 and json.loads(out.read_text())["failures"]
+    assert f"can't write {nowhere}" in result.stderr and "give -o" not in result.stderr
+    trace = tmp_path / "t.json"
+    assert invoke(str(oom), "--trace", str(trace), "-o", nowhere).exit_code == 2
+    assert json.loads(trace.read_text())["traceEvents"]
 
 
 @pytest.mark.parametrize("data", [b"", b"PK\x03\x04", b"\x80\x04", b"{}", b"\x80\x04]."])
