@@ -28,6 +28,7 @@ from fa_advisor.gpu_ledger import GpuLedger
 from fa_advisor.probes.compiled import hush
 from fa_advisor.probes.device import advise_for
 from fa_advisor.probes.events import Event
+from fa_advisor.probes.modules import parameters_of
 from fa_advisor.probes.opstream import OpStream
 from fa_advisor.probes.watch import Call, Watch, keywords
 from fa_advisor.records import DeviceSpec
@@ -277,7 +278,7 @@ class Follower:
         return (
             torch._C._current_graph_task_id() != -1
             or (self._patches is not None and self._patches.busy)
-            or next(module.parameters(), None) is None
+            or next(parameters_of(module), None) is None
         )
 
     def _main_call(self) -> Call | None:
@@ -371,7 +372,7 @@ class Follower:
 
 
 def _device_of(module: nn.Module) -> torch.device:
-    for parameter in module.parameters():
+    for parameter in parameters_of(module):
         if parameter.device.type != "meta":
             return parameter.device
     return torch.device("cpu")
