@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 from collections.abc import Callable
@@ -83,12 +82,11 @@ def run(
     target = (Script.of_module if module else Script.of_file)(script, arguments)
     # Of a job of several processes the first speaks for all; the others must patch as it does.
     first = os.environ.get("RANK", "0") == "0"
-    kept: list[Report] = []
 
     def deliver(report: Report) -> None:
-        kept.append(report)
-        for path in outputs:
-            _write(report, path)
+        written = [_write(report, path) for path in outputs]
+        if not any(written):  # none was asked for, or none can be written any more
+            _print(report, ascii)
 
     session = Session(
         Wish(path=script, gpu=gpu, limit=steps if first else 0, patch=patch), deliver, tell
@@ -103,8 +101,6 @@ def run(
             raise
         finally:
             session.end()
-            if kept and not outputs:
-                _print(kept[-1], ascii)
 
     return start
 
@@ -115,7 +111,8 @@ def _cut_short(error: BaseException) -> str:
     return type(error).__name__
 
 
-def _write(report: Report, path: str) -> None:
+def _write(report: Report, path: str) -> bool:
+    """Whether it was written; what is wrong with one file costs no other."""
     from fa_advisor.following.session import tell
     from fa_advisor.views.formats import write
 
@@ -123,16 +120,18 @@ def _write(report: Report, path: str) -> None:
         write(report, path)
     except FaAdvisorError as fault:
         say_error(fault)
-    except OSError as error:
-        say_error(UsageError(str(error)))
+    except Exception as error:
+        say_error(UsageError(f"can't write the report to {path}: {type(error).__name__}: {error}"))
     else:
         tell(f"wrote {path}")
+        return True
+    return False
 
 
 def _print(report: Report, ascii: bool) -> None:
+    from fa_advisor.following.session import put
     from fa_advisor.views.text import to_text
 
     stream = sys.__stderr__
     if stream is not None and not stream.closed:
-        with contextlib.suppress(OSError):
-            print(to_text(report, **text_options(ascii, stream)), file=stream, flush=True)
+        put(to_text(report, **text_options(ascii, stream)))
