@@ -42,6 +42,8 @@ class Scopes:
         self.root_of: Callable[[nn.Module], nn.Module] = lambda module: module
         self.on_enter: Callable[[nn.Module, Any], None] | None = None
         self.on_leave: Callable[[nn.Module], None] | None = None
+        # Of every module that a thread that isn't followed calls.
+        self.on_elsewhere: Callable[[nn.Module, Any], None] | None = None
         self._stack: list[tuple[int, Scope]] = []
         self._known: dict[int, Scope] = {}  # by id, for as long as the model lives
         self._roots: list[weakref.ref[nn.Module]] = []
@@ -146,6 +148,8 @@ class Scopes:
             return  # traced, not run: a word more, and Dynamo would break the graph here
         if self.elsewhere():
             self.calls_elsewhere += 1
+            if self.on_elsewhere is not None:
+                self.on_elsewhere(module, args)
             return
         scope = self._known.get(id(module))
         if scope is None:

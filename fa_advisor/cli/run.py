@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -96,6 +97,7 @@ def run(
         session.begin()
         try:
             target.run()
+            _wait_for_threads()
         except BaseException as error:
             session.end(_cut_short(error), error)
             raise
@@ -103,6 +105,13 @@ def run(
             session.end()
 
     return start
+
+
+def _wait_for_threads() -> None:
+    """As Python does next: a script may leave all its work to threads."""
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join()
 
 
 def _cut_short(error: BaseException) -> str:

@@ -163,6 +163,9 @@ class Session:
         if self._ending:
             return
         number, self._pending = self._pending, None
+        if number is not None and threading.current_thread() is not threading.main_thread():
+            os.kill(os.getpid(), number)  # signals are the main thread's
+            return
         if number == signal.SIGINT:
             raise KeyboardInterrupt
         if number is not None:

@@ -465,6 +465,39 @@ def test_what_is_compiled_is_followed_uncompiled_and_compiled_afterwards(tmp_pat
         assert any("ran uncompiled" in note for note in report.notes)
 
 
+# Threads
+
+
+@pytest.mark.parametrize("first", ["checks", "trains"])
+def test_the_thread_that_trains_is_followed(tmp_path: Path, first: str) -> None:
+    script = write(
+        tmp_path,
+        "s.py",
+        """
+        import sys, threading, time, torch
+        small, model = torch.nn.Linear(4, 4), torch.nn.Sequential(torch.nn.Linear(64, 64))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        def checks():
+            small(torch.ones(2, 4))
+        def trains():
+            time.sleep(0.3)  # the script's code is over by then
+            for _ in range(3):
+                model(torch.ones(2, 64)).sum().backward()
+                optimizer.step()
+        thread = threading.Thread(target=globals()[sys.argv[1]])
+        thread.start()
+        if sys.argv[1] == "checks":
+            thread.join()
+            trains()
+        """,
+    )
+    done = followed("-o", tmp_path / "r.json", script, first)
+    report = load(tmp_path / "r.json")
+    assert (report.target.name, report.target.mode) == ("Sequential", "train"), done.stderr
+    assert "among all 3" in report.notes[0]
+    assert any("another thread" in note for note in report.notes) == (first == "checks")
+
+
 # What is wrong with a file or a class costs no report
 
 
