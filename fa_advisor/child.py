@@ -17,9 +17,8 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import msgspec
-
 from fa_advisor.inheritance import popen_arguments
+from fa_advisor.messages import encode_request
 from fa_advisor.records import ProfileRequest
 
 _LONGEST_LINE = 65536
@@ -96,7 +95,7 @@ class Child:
             self._listen("output", _read_output, output_fd)
         # The pipe stays open for as long as we live: the worker ends when it closes.
         with contextlib.suppress(BrokenPipeError):
-            os.write(self._request_fd, msgspec.json.encode(self.request) + b"\n")
+            os.write(self._request_fd, encode_request(self.request))
         return self
 
     def __exit__(self, *exc_info: object) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
 import msgspec
 
-from fa_advisor.records import Failure, Progress
+from fa_advisor.records import Failure, ProfileRequest, Progress
+from fa_advisor.report import encoded
 
 # The worker's exit status where the target has closed the pipe, so that nothing can be said on it.
 PIPE_LOST = 74
@@ -37,9 +40,19 @@ _decoder: msgspec.json.Decoder[Message] = msgspec.json.Decoder(
 
 def encode(message: Message) -> bytes:
     """One line, newline included. JSON escapes newlines, so there is none inside."""
-    return msgspec.json.encode(message) + b"\n"
+    return encoded(message) + b"\n"
 
 
 def decode(line: bytes) -> Message:
     """Raises: msgspec.DecodeError, msgspec.ValidationError where the line is none of ours."""
     return _decoder.decode(line)
+
+
+def encode_request(request: ProfileRequest) -> bytes:
+    """One line. A name that isn't UTF-8 arrives as it is: Python's JSON escapes what is no text."""
+    return json.dumps(msgspec.to_builtins(request)).encode() + b"\n"
+
+
+def decode_request(line: bytes) -> ProfileRequest:
+    """Raises: ValueError where the line is none of ours."""
+    return msgspec.convert(json.loads(line), ProfileRequest)

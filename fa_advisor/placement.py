@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from fa_advisor.errors import DeviceError, UsageError
+from fa_advisor.probes.modules import parameters_of
 from fa_advisor.probes.structure import tensors_in
 from fa_advisor.records import TensorSpec
 
@@ -101,7 +102,7 @@ def move(value: Any, placement: Placement, dtype: torch.dtype | None) -> Any:
 def dtype_of(model: nn.Module) -> torch.dtype:
     """The dtype of most of the model's floating-point parameters' elements; float32 without any."""
     counts: dict[torch.dtype, int] = {}
-    for parameter in model.parameters():
+    for parameter in parameters_of(model):
         if parameter.is_floating_point():
             counts[parameter.dtype] = counts.get(parameter.dtype, 0) + parameter.numel()
     return max(counts, key=lambda d: counts[d]) if counts else torch.float32

@@ -20,11 +20,17 @@ from fa_advisor.measure import foresee
 from fa_advisor.placement import dtype_of, sizes_of, specs_of
 from fa_advisor.probes.device import advise_for
 from fa_advisor.probes.events import Phase
+from fa_advisor.probes.modules import parameters_of
 from fa_advisor.probes.opstream import torch_version
 from fa_advisor.probes.watch import Call, Watch
 from fa_advisor.records import DeviceSpec, Mode, TargetSpec
 from fa_advisor.report import Report
 from fa_advisor.steps import name_of
+
+_LATE = (
+    "the recording ended under a dispatch mode that began inside it: what saw its operators stays,"
+    " seeing nothing, on torch's stack of modes until another recording begins"
+)
 
 
 class Recording:
@@ -131,7 +137,11 @@ class Recording:
             target=target_of(model, call, mode),
             torch_version=torch_version(),
             measured=self._measured,
-            notes=(*self._notes, *(self._gpu.notes if self._gpu is not None else ())),
+            notes=(
+                *self._notes,
+                *(self._gpu.notes if self._gpu is not None else ()),
+                *((_LATE,) if watch.stream.late else ()),
+            ),
         )
         if self._fallen is None or self._error is None or self._gpu is None:
             return report
@@ -173,7 +183,7 @@ def target_of(
     model: nn.Module | None, call: Call | None, mode: Mode, path: str | None = None
 ) -> TargetSpec:
     """What ran in a step: the model, and how it was called."""
-    parameters = list(model.parameters()) if model is not None else []
+    parameters = list(parameters_of(model)) if model is not None else []
     args, kwargs = (call.args, call.kwargs) if call is not None else ((), {})
     called = call.model if call is not None and call.model is not None else model
     batch, length = sizes_of((args, kwargs))
@@ -195,7 +205,7 @@ def _cuda_index(model: nn.Module | None) -> int | None:
     """The CUDA device to follow; `None` where the model is on the CPU, or there is no GPU."""
     if not torch.cuda.is_available():
         return None
-    parameters: Any = model.parameters() if model is not None else ()
+    parameters: Any = parameters_of(model) if model is not None else ()
     for parameter in parameters:
         if parameter.device.type == "cuda":
             return parameter.device.index or 0

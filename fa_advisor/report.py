@@ -28,7 +28,7 @@ class Report(ReportBody):
 
     def to_json(self) -> bytes:
         """The report as UTF-8 JSON (schema: `fa_advisor/report.schema.json`), indented by two."""
-        return msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n"
+        return msgspec.json.format(encoded(self), indent=2) + b"\n"
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the JSON to `path`, whole or not at all.
@@ -52,6 +52,24 @@ class Report(ReportBody):
         from fa_advisor.views.text import render_html
 
         return render_html(self)
+
+
+def encoded(record: Any) -> bytes:
+    """A record as JSON. What isn't UTF-8 in names, a file's for example, is escaped."""
+    try:
+        return msgspec.json.encode(record)
+    except UnicodeEncodeError:
+        return msgspec.json.encode(_without_surrogates(msgspec.to_builtins(record)))
+
+
+def _without_surrogates(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode()
+    if isinstance(value, dict):
+        return {_without_surrogates(k): _without_surrogates(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_without_surrogates(item) for item in value]
+    return value
 
 
 def write_whole(path: str | os.PathLike[str], data: bytes) -> None:

@@ -19,6 +19,7 @@ from fa_advisor.attribution.frames import encodable
 from fa_advisor.errors import ExitStatus, FaAdvisorError
 from fa_advisor.inheritance import adopt
 from fa_advisor.records import Failure, ProfileRequest, Progress
+from fa_advisor.report import encoded
 
 
 class Sender:
@@ -53,7 +54,7 @@ def main() -> int:
     """Run the request; the exit status is 0 once a report or a failure has been sent."""
     request_fd = adopt(sys.argv[1], os.O_RDONLY)
     sender = Sender(adopt(sys.argv[2], os.O_WRONLY))
-    request = msgspec.json.decode(_read_line(request_fd), type=ProfileRequest)
+    request = messages.decode_request(_read_line(request_fd))
     threading.Thread(target=_die_with_parent, args=(request_fd,), daemon=True).start()
     try:
         sender.progress(Progress(stage="start"))
@@ -68,7 +69,7 @@ def _outcome(request: ProfileRequest, sender: Sender) -> messages.Message:
         from fa_advisor.pipeline import profile_target
 
         report = profile_target(request, sender.progress)
-        return messages.ReportMessage(msgspec.Raw(msgspec.json.encode(report)))
+        return messages.ReportMessage(msgspec.Raw(encoded(report)))
     except FaAdvisorError as error:
         failure = Failure(
             status=error.status,

@@ -140,6 +140,7 @@ class OpStream(TorchDispatchMode):
         self._plain: dict[type, bool] = {}
         self.phase = Phase.FORWARD
         self.muted = False
+        self.late = False  # its block ended under another mode: it leaves when that has left
         self.op_count = 0
         self._step_began = 0  # at this op_count
         self._allowance = Allowance()
@@ -421,8 +422,9 @@ class OpStream(TorchDispatchMode):
 
     def begin(self) -> None:
         """See the operators of this thread from now on."""
-        self.muted = False
+        self.muted = self.late = False
         self._allow()
+        _leave_late()
         if self in _get_current_dispatch_mode_stack():
             self.revive()
         else:
@@ -431,9 +433,10 @@ class OpStream(TorchDispatchMode):
     def end(self, *, as_block: bool) -> None:
         """Leave the thread's stack of modes; where that can't be now, stay on it and see nothing.
 
-        What isn't a block (`as_block`) can't leave under another mode, in another thread, in the
-        middle of a backward, and within `torch.inference_mode()`, which puts the dispatch keys back
-        as it found them.
+        A block (`as_block`) that ended under another mode leaves late: when another stream begins
+        or ends and that mode has left. What isn't a block can't leave under another mode, in
+        another thread, in the middle of a backward, and within `torch.inference_mode()`, which puts
+        the dispatch keys back as it found them.
         """
         self.flush()
         self._allowance.close()
@@ -441,6 +444,9 @@ class OpStream(TorchDispatchMode):
         nested = torch.is_inference_mode_enabled() or torch._C._current_graph_task_id() != -1
         if stack and stack[-1] is self and (as_block or not nested):
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            _leave_late()
+        else:
+            self.late = as_block and self in stack
         self.muted = True
 
     def revive(self) -> None:
@@ -569,3 +575,12 @@ def _extra(op: Op, args: Any) -> Any:
     if kind == Kind.RANDOM and op.name == "bernoulli_" and len(args) > 1:
         return float(args[1]) if isinstance(args[1], (int, float)) else None
     return None
+
+
+def _leave_late() -> None:
+    """Take off the thread's stack the streams whose blocks ended under a mode that has left."""
+    while (stack := _get_current_dispatch_mode_stack()) and (
+        isinstance(stack[-1], OpStream) and stack[-1].late
+    ):
+        stack[-1].late = False
+        stack[-1].__exit__(None, None, None)  # type: ignore[no-untyped-call]

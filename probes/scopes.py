@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.modules import module as nn_module
 
 from fa_advisor.probes.events import Scope
+from fa_advisor.probes.modules import buffers_of, modules_of, parameters_of
 
 NOWHERE = Scope("", "", 0)
 _sequence_number = torch._C._autograd._get_sequence_nr
@@ -41,6 +42,8 @@ class Scopes:
         self.root_of: Callable[[nn.Module], nn.Module] = lambda module: module
         self.on_enter: Callable[[nn.Module, Any], None] | None = None
         self.on_leave: Callable[[nn.Module], None] | None = None
+        # Of every module that a thread that isn't followed calls.
+        self.on_elsewhere: Callable[[nn.Module, Any], None] | None = None
         self._stack: list[tuple[int, Scope]] = []
         self._known: dict[int, Scope] = {}  # by id, for as long as the model lives
         self._roots: list[weakref.ref[nn.Module]] = []
@@ -62,7 +65,7 @@ class Scopes:
         kind = type(module).__name__
         prefix = self._prefix(kind)
         ids = []
-        for name, child in module.named_modules():
+        for name, child in modules_of(module):
             fqn = qualified(prefix, name)
             if self._known.setdefault(id(child), scope := _scope(fqn, child)) is scope:
                 ids.append(id(child))
@@ -145,6 +148,8 @@ class Scopes:
             return  # traced, not run: a word more, and Dynamo would break the graph here
         if self.elsewhere():
             self.calls_elsewhere += 1
+            if self.on_elsewhere is not None:
+                self.on_elsewhere(module, args)
             return
         scope = self._known.get(id(module))
         if scope is None:
@@ -215,12 +220,15 @@ def qualified(prefix: str, name: str) -> str:
 
 
 def _holds_tensors(module: nn.Module) -> bool:
-    return any(True for _ in module.parameters()) or any(True for _ in module.buffers())
+    return any(True for _ in parameters_of(module)) or any(True for _ in buffers_of(module))
 
 
 def _scope(fqn: str, module: nn.Module) -> Scope:
     for name in _HEADS:
-        heads = getattr(module, name, None)
+        try:
+            heads = getattr(module, name, None)
+        except Exception:  # a property of the user's, or a __getattr__
+            continue
         if type(heads) is int:
             return Scope(fqn, type(module).__name__, heads)
     return Scope(fqn, type(module).__name__, 0)

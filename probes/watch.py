@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import FrameType
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -25,11 +24,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fa_advisor.probes import dispatch
+from fa_advisor.probes.by_id import ById
 from fa_advisor.probes.compiled import uncompiled
 from fa_advisor.probes.events import Code, Event, Phase
 from fa_advisor.probes.fake import FakeDevice, cuda_calls_as_cpu
 from fa_advisor.probes.lines import user_line
 from fa_advisor.probes.masks import is_triangular
+from fa_advisor.probes.modules import buffers_of, modules_of, parameters_of
 from fa_advisor.probes.opstream import OpStream
 from fa_advisor.probes.scopes import Scopes, qualified
 from fa_advisor.probes.structure import tensors_in
@@ -70,7 +71,7 @@ class Watch:
         self._hooks: list[Any] = []
         self._step_handles: list[Any] = []
         self.cycle = Cycle()
-        self._optimizers: WeakSet[Any] = WeakSet()
+        self._optimizers: ById[bool] = ById()
         self.as_block = True  # begins and ends where a block of code does
         self.paused = True
         self.met_compiled = False  # what would have been compiled ran as it is
@@ -137,12 +138,12 @@ class Watch:
     def add_model(self, model: nn.Module) -> None:
         """Label a model's parameters, buffers and existing gradients, and follow its gradients."""
         prefix = self.scopes.add_root(model)
-        for name, module in model.named_modules():
+        for name, module in modules_of(model):
             fqn = qualified(prefix, name)
-            for parameter in module.parameters(recurse=False):
+            for parameter in parameters_of(module, recurse=False):
                 if parameter not in self._seen_parameters:
                     self._add_parameter(parameter, fqn)
-            for buffer in module.buffers(recurse=False):
+            for buffer in buffers_of(module, recurse=False):
                 self._add_buffer(buffer, fqn)
             for value in vars(module).values():
                 if isinstance(value, Tensor):  # a cache that was never registered
@@ -161,7 +162,7 @@ class Watch:
 
     def optimizers(self) -> list[Optimizer]:
         """Those that have stepped and live."""
-        return list(self._optimizers)
+        return self._optimizers.keys()
 
     def abandon(self) -> None:
         """See nothing more, and touch no lock on the way: for the child of a fork."""
@@ -225,7 +226,7 @@ class Watch:
         self.stream.revive()
         if self.stream.phase is Phase.OPTIMIZER:  # the closure of an LBFGS
             self.stream.phase = Phase.FORWARD
-        parameters = list(model.parameters())
+        parameters = list(parameters_of(model))
         if any(parameter not in self._seen_parameters for parameter in parameters):
             self.add_model(self.scopes.root_of(model))
         kwargs = keywords()
@@ -251,7 +252,7 @@ class Watch:
         if self.scopes.elsewhere():
             return
         self.trained = True
-        self._optimizers.add(optimizer)
+        self._optimizers[optimizer] = True
         if not self.paused:
             for parameter in _parameters_of(optimizer):  # some may be no module's
                 if parameter not in self._seen_parameters:
@@ -300,7 +301,7 @@ class Cycle:
 
     def __init__(self) -> None:
         self.surplus = 0
-        self._stepped: WeakSet[Any] = WeakSet()  # in the cycle that runs
+        self._stepped: ById[bool] = ById()  # in the cycle that runs
         self._latest: weakref.ref[Any] = weakref.ref(self)
         self._last: weakref.ref[Any] | None = None
 
@@ -309,10 +310,11 @@ class Cycle:
         if optimizer in self._stepped:
             if self._last is None:
                 self.surplus = len(self._stepped) - 1
-            if self._last is None or self._last() not in self._stepped:
+            last = self._last() if self._last is not None else None
+            if last is None or last not in self._stepped:
                 self._last = self._latest
             self._stepped.clear()
-        self._stepped.add(optimizer)
+        self._stepped[optimizer] = True
         self._latest = weakref.ref(optimizer)
 
     def ends_with(self, optimizer: Optimizer) -> bool:
@@ -365,8 +367,27 @@ def outline(value: Any) -> Any:
     return None
 
 
+class _taken_apart:
+    """From the first watch to the last: those of `record` needn't nest."""
+
+    _open = 0
+    _undo = ExitStack()
+
+    def __enter__(self) -> None:
+        cls = type(self)
+        if not cls._open:
+            cls._undo.enter_context(_composites_taken_apart())
+        cls._open += 1
+
+    def __exit__(self, *exc: object) -> None:
+        cls = type(self)
+        cls._open -= 1
+        if not cls._open:
+            cls._undo.close()
+
+
 @contextmanager
-def _taken_apart() -> Iterator[None]:
+def _composites_taken_apart() -> Iterator[None]:
     """nn.MultiheadAttention's inference fast path is one operator that nothing can see into, and
     that has no shape rule for fake tensors. Off, except on a GPU, where it is what users run."""
     enabled = torch.backends.mha.get_fastpath_enabled()

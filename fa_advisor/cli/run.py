@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -83,12 +83,11 @@ def run(
     target = (Script.of_module if module else Script.of_file)(script, arguments)
     # Of a job of several processes the first speaks for all; the others must patch as it does.
     first = os.environ.get("RANK", "0") == "0"
-    kept: list[Report] = []
 
     def deliver(report: Report) -> None:
-        kept.append(report)
-        for path in outputs:
-            _write(report, path)
+        written = [_write(report, path) for path in outputs]
+        if not any(written):  # none was asked for, or none can be written any more
+            _print(report, ascii)
 
     session = Session(
         Wish(path=script, gpu=gpu, limit=steps if first else 0, patch=patch), deliver, tell
@@ -98,15 +97,21 @@ def run(
         session.begin()
         try:
             target.run()
+            _wait_for_threads()
         except BaseException as error:
             session.end(_cut_short(error), error)
             raise
         finally:
             session.end()
-            if kept and not outputs:
-                _print(kept[-1], ascii)
 
     return start
+
+
+def _wait_for_threads() -> None:
+    """As Python does next: a script may leave all its work to threads."""
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join()
 
 
 def _cut_short(error: BaseException) -> str:
@@ -115,7 +120,8 @@ def _cut_short(error: BaseException) -> str:
     return type(error).__name__
 
 
-def _write(report: Report, path: str) -> None:
+def _write(report: Report, path: str) -> bool:
+    """Whether it was written; what is wrong with one file costs no other."""
     from fa_advisor.following.session import tell
     from fa_advisor.views.formats import write
 
@@ -123,16 +129,18 @@ def _write(report: Report, path: str) -> None:
         write(report, path)
     except FaAdvisorError as fault:
         say_error(fault)
-    except OSError as error:
-        say_error(UsageError(str(error)))
+    except Exception as error:
+        say_error(UsageError(f"can't write the report to {path}: {type(error).__name__}: {error}"))
     else:
         tell(f"wrote {path}")
+        return True
+    return False
 
 
 def _print(report: Report, ascii: bool) -> None:
+    from fa_advisor.following.session import put
     from fa_advisor.views.text import to_text
 
     stream = sys.__stderr__
     if stream is not None and not stream.closed:
-        with contextlib.suppress(OSError):
-            print(to_text(report, **text_options(ascii, stream)), file=stream, flush=True)
+        put(to_text(report, **text_options(ascii, stream)))

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from fa_advisor.assemble import assemble
 from fa_advisor.attribution.ledger import StepLog
 from fa_advisor.gpu_ledger import GpuLedger
+from fa_advisor.probes.modules import buffers_of, parameters_of
 from fa_advisor.probes.opstream import torch_version
 from fa_advisor.probes.watch import Call, Watch
 from fa_advisor.recording import target_of
@@ -50,7 +51,7 @@ def facts_of(
     return StepFacts(
         number=number,
         target=target_of(model, call, mode, path),
-        max_positions=max_positions(model) if model is not None else None,
+        max_positions=_positions(model) if model is not None else None,
         elsewhere_bytes=_elsewhere(watch, kind_of_device),
         patch=patch,
     )
@@ -88,10 +89,17 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return model
 
 
+def _positions(model: nn.Module) -> int | None:
+    try:
+        return max_positions(model)
+    except Exception:  # a property or a `__getattr__` of the user's own
+        return None
+
+
 def _elsewhere(watch: Watch, kind: str) -> int:
     tensors: list[Tensor] = []
     for root in watch.scopes.roots():
-        tensors += [*root.parameters(), *root.buffers()]
+        tensors += [*parameters_of(root), *buffers_of(root)]
     for optimizer in watch.optimizers():
         for state in optimizer.state.values():
             if isinstance(state, dict):

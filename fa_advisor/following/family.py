@@ -5,17 +5,19 @@ from __future__ import annotations
 
 import gc
 import weakref
-from weakref import WeakKeyDictionary
 
 from torch import nn
+
+from fa_advisor.probes.by_id import ById
+from fa_advisor.probes.modules import parameters_of
 
 
 class Family:
     """Keeps no module alive."""
 
     def __init__(self) -> None:
-        self._holder: WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = WeakKeyDictionary()
-        self._seen: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+        self._holder: ById[weakref.ref[nn.Module]] = ById()
+        self._seen: ById[bool] = ById()
 
     def root_of(self, module: nn.Module) -> nn.Module:
         """The outermost module that holds this one; itself where none does."""
@@ -33,8 +35,8 @@ class Family:
     def roots(self) -> list[nn.Module]:
         """Every living model with parameters, whether it ever runs or not."""
         self.look()
-        roots = {id(root): root for root in map(self.root_of, list(self._seen.keys()))}
-        return [root for root in roots.values() if any(True for _ in root.parameters())]
+        roots = {id(root): root for root in map(self.root_of, self._seen.keys())}
+        return [root for root in roots.values() if any(True for _ in parameters_of(root))]
 
     def look(self) -> None:
         """See all modules that live now, and who holds whom; of several the one with the most."""
@@ -56,4 +58,4 @@ def _holds(holder: nn.Module, child: nn.Module) -> bool:
 
 
 def _size(module: nn.Module) -> int:
-    return sum(1 for _ in module.parameters())
+    return sum(1 for _ in parameters_of(module))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import threading
 from collections.abc import Callable
 from functools import wraps
 from types import FrameType
@@ -28,6 +29,7 @@ from fa_advisor.gpu_ledger import GpuLedger
 from fa_advisor.probes.compiled import hush
 from fa_advisor.probes.device import advise_for
 from fa_advisor.probes.events import Event
+from fa_advisor.probes.modules import parameters_of
 from fa_advisor.probes.opstream import OpStream
 from fa_advisor.probes.watch import Call, Watch, keywords
 from fa_advisor.records import DeviceSpec
@@ -156,6 +158,8 @@ class Follower:
         self._watch.as_block = False
         self._watch.scopes.root_of = self._family.root_of
         self._watch.on_enter = self._enters
+        if threading.current_thread() is not threading.main_thread():
+            self._watch.scopes.on_elsewhere = self._enters_elsewhere
         self._watch.on_leave = self._leaves
         self._watch.on_step = self._optimizer_stepped
         self._watch.__enter__()
@@ -200,6 +204,22 @@ class Follower:
         kind = steps.begins(graph=torch.is_grad_enabled(), trained=watch.trained)
         if between:
             self._choose(kind)
+
+    @_guarded
+    def _enters_elsewhere(self, model: nn.Module, args: Any) -> None:
+        """Another thread called a module first, a check of the input's shapes for example; where
+        nothing was trained there, the main thread is the one to follow."""
+        if (
+            not self._live
+            or threading.current_thread() is not threading.main_thread()
+            or self._watch.trained
+            or _get_current_dispatch_mode_stack()
+            or self._is_none_of_a_script(model)
+        ):
+            return
+        self._leave()
+        self._first_call(model, args)
+        self._notes += ("what another thread ran before the main one did is not in this report",)
 
     @_guarded
     def _leaves(self, model: nn.Module) -> None:
@@ -277,7 +297,7 @@ class Follower:
         return (
             torch._C._current_graph_task_id() != -1
             or (self._patches is not None and self._patches.busy)
-            or next(module.parameters(), None) is None
+            or next(parameters_of(module), None) is None
         )
 
     def _main_call(self) -> Call | None:
@@ -371,7 +391,7 @@ class Follower:
 
 
 def _device_of(module: nn.Module) -> torch.device:
-    for parameter in module.parameters():
+    for parameter in parameters_of(module):
         if parameter.device.type != "meta":
             return parameter.device
     return torch.device("cpu")

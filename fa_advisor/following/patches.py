@@ -6,13 +6,13 @@ import inspect
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fa_advisor.errors import FaAdvisorError
 from fa_advisor.patching import patch
+from fa_advisor.probes.by_id import ById
 from fa_advisor.records import PatchOutcome
 
 Call = tuple[Any, Any]  # arguments and keyword arguments
@@ -23,7 +23,7 @@ class Patches:
 
     def __init__(self, tell: Callable[[str], None]) -> None:
         self._tell = tell
-        self._outcomes: WeakKeyDictionary[nn.Module, PatchOutcome | None] = WeakKeyDictionary()
+        self._outcomes: ById[PatchOutcome | None] = ById()
         self.busy = False  # the patcher runs the model, which is no call of the script's
 
     def knows(self, model: nn.Module) -> bool:

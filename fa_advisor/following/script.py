@@ -6,6 +6,7 @@ import builtins
 import importlib.machinery
 import importlib.util
 import os
+import pkgutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -39,28 +40,37 @@ class Script:
     def of_file(cls, path: str, arguments: tuple[str, ...]) -> Script:
         """`python path arguments`.
 
-        Raises: UsageError where there is no such file.
+        Compiled files, folders and zip archives too.
+
+        Raises: UsageError where there is no such file, or no `__main__` in it.
         """
         location = os.path.abspath(path)
-        if os.path.isdir(location):
-            inside = os.path.join(location, "__main__.py")
-            if not os.path.isfile(inside):
-                raise UsageError(f"{path} is a folder without a __main__.py")
-            folder, location = location, inside
-        else:
-            folder = os.path.dirname(os.path.realpath(location))
+        name = os.path.basename(path.rstrip("/"))
+        holder = pkgutil.get_importer(location)
+        if holder is not None:  # a folder, or a zip archive
+            spec = holder.find_spec("__main__")
+            if spec is None or spec.loader is None:
+                kind = "a folder" if os.path.isdir(location) else "an archive"
+                raise UsageError(f"{path} is {kind} without a __main__.py")
+            main = _module(spec.loader, spec.origin or location, spec=spec, package="")
+            return cls(name, main, (path, *arguments), location)
+        folder = os.path.dirname(os.path.realpath(location))
         try:
-            with open(location, "rb"):
-                pass
+            with open(location, "rb") as file:
+                compiled = path.endswith(".pyc") or file.read(4) == importlib.util.MAGIC_NUMBER
         except OSError as error:
             raise UsageError(
                 f"can't open {path}: {error.strerror or error}",
                 hint="the script's own path comes after the options: fa-advisor run [options]"
                 " script.py [its arguments]; a module's name after -m",
             ) from error
-        loader = importlib.machinery.SourceFileLoader("__main__", location)
+        loader = (
+            importlib.machinery.SourcelessFileLoader("__main__", location)
+            if compiled
+            else importlib.machinery.SourceFileLoader("__main__", location)
+        )
         main = _module(loader, location, spec=None, package=None)
-        return cls(os.path.basename(path.rstrip("/")), main, (path, *arguments), folder)
+        return cls(name, main, (path, *arguments), folder)
 
     @classmethod
     def of_module(cls, name: str, arguments: tuple[str, ...]) -> Script:
@@ -73,6 +83,11 @@ class Script:
             spec = _found(name)
             if spec is not None and spec.submodule_search_locations is not None:
                 spec = _found(f"{name}.__main__")
+                if spec is None:
+                    raise UsageError(
+                        f"{name} is a package without a __main__: python -m can't run it either",
+                        hint="name one of the modules in it",
+                    )
         if spec is None or spec.loader is None or not hasattr(spec.loader, "get_code"):
             raise UsageError(
                 f"no module named {name!r} that can be run: looked in {folder} and among the"
@@ -114,8 +129,11 @@ def _module(loader: Any, file: str, *, spec: Any, package: str | None) -> Module
     main.__loader__ = loader
     main.__spec__ = spec
     main.__package__ = package
-    main.__dict__["__builtins__"] = builtins
-    main.__dict__["__cached__"] = getattr(spec, "cached", None)
+    names = main.__dict__
+    names["__builtins__"] = builtins
+    names["__cached__"] = getattr(spec, "cached", None)
+    if "__annotations__" in vars(sys.modules["__main__"]):  # until Python 3.13
+        names["__annotations__"] = {}
     return main
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -33,8 +34,8 @@ class Wish:
 class Session:
     """Follows the script that runs in this process between `begin` and `end`.
 
-    `deliver` gets the report, once; `tell` sentences for the user. In a forked child all of it
-    is off.
+    `deliver` gets the report, once, as soon as there is nothing more to follow; `tell` sentences
+    for the user. In a forked child all of it is off.
     """
 
     def __init__(
@@ -47,7 +48,9 @@ class Session:
         self._follower: Follower | None = None
         self._fault: Exception | None = None
         self._over = False
-        self._pending: int | None = None  # a signal that came where the ledger wasn't whole
+        self._ending = False
+        # A signal that came where the ledger wasn't whole, or the report not yet handed on.
+        self._pending: int | None = None
         self._handlers: dict[int, Any] = {}
 
     def begin(self) -> None:
@@ -62,7 +65,14 @@ class Session:
         `error`: what it raised."""
         if self._over or os.getpid() != self._pid:
             return
-        self._over = True
+        self._over = self._ending = True
+        try:
+            self._finish(cut_short, error)
+        finally:
+            self._ending = False
+        self._act_on_pending()
+
+    def _finish(self, cut_short: str, error: BaseException | None) -> None:
         follower = self._follower
         if follower is None:
             if self._fault is None:
@@ -132,7 +142,8 @@ class Session:
 
     def _end_by(self, number: int, frame: FrameType | None) -> None:
         """Report, then die of the signal as if it had never been taken."""
-        if self._follower is not None and self._follower.feeding and not self._over:
+        follower = self._follower
+        if self._ending or (follower is not None and follower.feeding and not self._over):
             self._pending = number
             return
         signal.signal(number, signal.SIG_DFL)
@@ -141,13 +152,20 @@ class Session:
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         """KeyboardInterrupt, but not in a weak reference's callback, which would swallow it."""
-        if self._follower is not None and self._follower.at_work(frame):
+        follower = self._follower
+        waits = self._ending and self._pending is None  # who insists needn't wait for the report
+        if waits or (follower is not None and follower.at_work(frame)):
             self._pending = number
             return
         signal.default_int_handler(number, frame)
 
     def _act_on_pending(self) -> None:
+        if self._ending:
+            return
         number, self._pending = self._pending, None
+        if number is not None and threading.current_thread() is not threading.main_thread():
+            os.kill(os.getpid(), number)  # signals are the main thread's
+            return
         if number == signal.SIGINT:
             raise KeyboardInterrupt
         if number is not None:
@@ -156,7 +174,15 @@ class Session:
 
 def tell(message: str) -> None:
     """A sentence on the process's own stderr, whatever the script has made of sys.stderr."""
+    put(f"fa-advisor: {message}")
+
+
+def put(text: str) -> None:
+    """Lines on the process's own stderr."""
     try:
-        print(f"fa-advisor: {message}", file=sys.__stderr__, flush=True)
+        print(text, file=sys.__stderr__, flush=True)
     except (OSError, ValueError):  # closed
         return
+    except RuntimeError:  # in a signal's handler, while the script itself was printing
+        with contextlib.suppress(OSError):
+            os.write(2, f"{text}\n".encode(errors="backslashreplace"))

@@ -55,6 +55,8 @@ def check_writable(path: str | os.PathLike[str]) -> None:
     Raises: UsageError where it can't.
     """
     target = Path(path)
+    if target.is_symlink() and not target.exists():  # what it leads to is what will be made
+        target = Path(os.path.realpath(target))
     problem = ""
     if target.is_dir():
         problem = "it is a directory"
@@ -78,8 +80,8 @@ def encode(report: Report, format: str, table: str = DEFAULT_TABLE) -> bytes:
     if format == "csv":
         return str(frame(report, table).to_csv(index=False)).encode(errors="backslashreplace")
     if format == "html":
-        return _page(report).encode()
-    return to_text(report).encode()
+        return _page(report).encode(errors="backslashreplace")
+    return to_text(report).encode(errors="backslashreplace")
 
 
 def _page(report: Report) -> str:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import py_compile
 import signal
 import subprocess
 import sys
 import textwrap
 import time
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +43,16 @@ def write(folder: Path, name: str, text: str) -> Path:
     return path
 
 
+TRAINS = """
+import torch
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for _ in range(3):
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+"""
+
+
 # What the script finds
 
 
@@ -53,22 +65,29 @@ SEES = """
         "loader": type(__loader__).__name__,
         "cached": __cached__, "doc": __doc__, "same": main.__dict__ is globals(),
         "builtins": __builtins__ is sys.modules["builtins"], "torch": "torch" in sys.modules,
-        "own": sorted(n for n in globals() if not n.startswith("__")), "stdin": sys.stdin.read(),
+        "own": sorted(globals()), "stdin": sys.stdin.read(),
     }))
 """  # fmt: skip
 
 
-@pytest.mark.parametrize("how", ["file", "link", "folder", "module", "package"])
+@pytest.mark.parametrize(
+    "how", ["file", "link", "folder", "archive", "compiled", "module", "package"]
+)
 def test_main_is_what_python_makes_it(tmp_path: Path, how: str) -> None:
     write(tmp_path, "pkg/__init__.py", "")
     write(tmp_path, "pkg/deep/__init__.py", "")
     for place in ("pkg/sees.py", "pkg/deep/__main__.py"):
         write(tmp_path, place, SEES)
     (tmp_path / "link.py").symlink_to(tmp_path / "pkg" / "sees.py")
+    with zipfile.ZipFile(tmp_path / "app.zip", "w") as archive:
+        archive.write(tmp_path / "pkg" / "sees.py", "__main__.py")
+    py_compile.compile(str(tmp_path / "pkg" / "sees.py"), str(tmp_path / "sees.pyc"))
     words = {
         "file": ["pkg/sees.py"],
         "link": ["link.py"],
         "folder": ["pkg/deep"],
+        "archive": ["app.zip"],
+        "compiled": ["sees.pyc"],
         "module": ["-m", "pkg.sees"],
         "package": ["-m", "pkg.deep"],
     }[how]
@@ -77,9 +96,6 @@ def test_main_is_what_python_makes_it(tmp_path: Path, how: str) -> None:
     ours = followed(*words, cwd=tmp_path, input="given")
     assert plain.returncode == ours.returncode == 0
     one, two = json.loads(plain.stdout), json.loads(ours.stdout)
-    if how == "folder":  # python runs it by another way, and calls that a spec
-        for fact in ("spec", "cached", "package", "path", "file"):
-            del one[fact], two[fact]
     assert one == two
     assert "never imported torch" in ours.stderr
 
@@ -139,6 +155,8 @@ def _outline(stderr: str) -> list[str]:
         ([], "Missing argument 'SCRIPT'"),
         (["nothing.py"], "can't open nothing.py: No such file"),
         (["-m", "no.such.module"], "no module named 'no.such.module' that can be run"),
+        (["-m", "torch.nn"], "torch.nn is a package without a __main__"),
+        (["empty"], "empty is a folder without a __main__.py"),
         (["--steps", "0", "x.py"], "'--steps'"),
         (["-o", "r.xlsx", "x.py"], "can't tell a format"),
         (["-o", "no/r.json", "x.py"], "there is no directory no"),
@@ -148,6 +166,7 @@ def _outline(stderr: str) -> list[str]:
 )
 def test_usage(tmp_path: Path, words: list[str], says: str) -> None:
     write(tmp_path, "x.py", "print('ran')")
+    (tmp_path / "empty").mkdir()
     done = followed(*words, cwd=tmp_path)
     assert done.returncode == 2
     assert says in done.stderr
@@ -303,6 +322,23 @@ def test_a_signal_ends_the_script_and_not_the_report(tmp_path: Path, name: str) 
     assert "fa_advisor" not in talk
 
 
+@pytest.mark.parametrize(
+    ("options", "end"),
+    [
+        ([], "os.kill(os.getpid(), signal.SIGTERM)"),
+        ([], "os.kill(os.getpid(), signal.SIGHUP)"),
+        (["--steps", "1"], "os._exit(0)"),
+        ([], "sys.exit(os.fork() and os.wait()[1])"),
+    ],
+)
+def test_the_text_comes_once_however_the_script_ends(
+    tmp_path: Path, options: list[str], end: str
+) -> None:
+    script = write(tmp_path, "s.py", f"{TRAINS}\nimport os, signal, sys\n{end}\n")
+    done = followed(*options, script)
+    assert done.stderr.count("\nNOTES\n") == 1, done.stderr
+
+
 def test_a_handler_of_the_scripts_own_is_left_alone(tmp_path: Path) -> None:
     script = write(
         tmp_path,
@@ -427,3 +463,124 @@ def test_what_is_compiled_is_followed_uncompiled_and_compiled_afterwards(tmp_pat
         report = load(tmp_path / "r.json")
         assert report.target.name == "Sequential"
         assert any("ran uncompiled" in note for note in report.notes)
+
+
+# Threads
+
+
+@pytest.mark.parametrize("first", ["checks", "trains"])
+def test_the_thread_that_trains_is_followed(tmp_path: Path, first: str) -> None:
+    script = write(
+        tmp_path,
+        "s.py",
+        """
+        import sys, threading, time, torch
+        small, model = torch.nn.Linear(4, 4), torch.nn.Sequential(torch.nn.Linear(64, 64))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        def checks():
+            small(torch.ones(2, 4))
+        def trains():
+            time.sleep(0.3)  # the script's code is over by then
+            for _ in range(3):
+                model(torch.ones(2, 64)).sum().backward()
+                optimizer.step()
+        thread = threading.Thread(target=globals()[sys.argv[1]])
+        thread.start()
+        if sys.argv[1] == "checks":
+            thread.join()
+            trains()
+        """,
+    )
+    done = followed("-o", tmp_path / "r.json", script, first)
+    report = load(tmp_path / "r.json")
+    assert (report.target.name, report.target.mode) == ("Sequential", "train"), done.stderr
+    assert "among all 3" in report.notes[0]
+    assert any("another thread" in note for note in report.notes) == (first == "checks")
+
+
+# What is wrong with a file or a class costs no report
+
+
+def test_files_that_cant_be_written_any_more(tmp_path: Path) -> None:
+    """One costs none of the others; if none is left, the text is printed."""
+    (tmp_path / "out").mkdir()
+    script = write(tmp_path, "s.py", f"{TRAINS}\nimport shutil; shutil.rmtree('out')\n")
+    lost, kept = tmp_path / "out" / "r.json", tmp_path / "r.json"
+    done = followed("-o", lost, "-o", kept, script, cwd=tmp_path)
+    assert "error: can't write the report to" in done.stderr
+    assert load(kept).target.name == "Linear"
+    assert "peak allocated" not in done.stderr
+    (tmp_path / "out").mkdir()
+    done = followed("-o", lost, script, cwd=tmp_path)
+    assert "error: can't write the report to" in done.stderr
+    assert "peak allocated" in done.stderr
+
+
+def test_a_link_that_leads_nowhere_is_told_of_first(tmp_path: Path) -> None:
+    (tmp_path / "r.json").symlink_to(tmp_path / "gone" / "r.json")
+    script = write(tmp_path, "s.py", "print('ran')")
+    done = followed("-o", tmp_path / "r.json", script)
+    assert done.returncode == 2
+    assert "there is no directory" in done.stderr
+    assert not done.stdout
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="names of files are text elsewhere")
+def test_a_name_that_isnt_utf_8(tmp_path: Path) -> None:
+    script = tmp_path / os.fsdecode(b"caf\xe9.py")
+    script.write_text(f"{TRAINS}\ndef build(): return torch.nn.Linear(4, 4)\n")
+    outputs = [tmp_path / f"r.{kind}" for kind in ("json", "csv", "txt", "html")]
+    done = followed(*(word for path in outputs for word in ("-o", path)), script.name, cwd=tmp_path)
+    assert done.stderr.count("wrote") == len(outputs), done.stderr
+    assert load(outputs[0]).target.path == "caf\\udce9.py"
+    done = _run(sys.executable, "-m", "fa_advisor", "profile", "--no-tui", "--device", "fake",
+                "--format", "json", f"{script.name}:build", cwd=tmp_path)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["target"]["path"] == "caf\\udce9.py"
+
+
+ODD = """
+import sys
+from dataclasses import dataclass
+import torch
+from torch import nn
+
+@dataclass
+class Unhashable(nn.Module):
+    width: int = 4
+    def __post_init__(self):
+        super().__init__()
+        self.inner = nn.Linear(self.width, self.width)
+    def forward(self, x):
+        return self.inner(x)
+
+class Raises(Unhashable):
+    def __init__(self):
+        Unhashable.__init__(self)
+    def __getattr__(self, name):
+        if name == "inner":
+            return super().__getattr__(name)
+        raise KeyError(name)
+    def nothing(self, *args, **kwargs):
+        raise RuntimeError("asked")
+    __eq__ = __hash__ = __len__ = __bool__ = nothing
+    parameters = named_parameters = named_modules = modules = buffers = nothing
+
+model = globals()[sys.argv[1]]()
+optimizer = torch.optim.SGD(model.inner.parameters(), 0.1)
+for _ in range(3):
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+print("done")
+"""
+
+
+@pytest.mark.parametrize("patch", [False, True])
+@pytest.mark.parametrize("name", ["Unhashable", "Raises"])
+def test_modules_that_dont_answer(tmp_path: Path, name: str, patch: bool) -> None:
+    options = ["--patch"] if patch else []
+    script = write(tmp_path, "s.py", ODD)
+    done = followed(*options, "-o", tmp_path / "r.json", script, name)
+    assert done.stdout == "done\n", done.stderr
+    target = load(tmp_path / "r.json").target
+    assert (target.name, target.parameters) == (name, 20)

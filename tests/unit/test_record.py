@@ -15,9 +15,11 @@ from torch.nn.modules import transformer
 from torch.optim import optimizer as torch_optimizer
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils.flop_counter import FlopCounterMode
 
 import fa_advisor
 from fa_advisor.errors import UsageError
+from fa_advisor.probes.modules import modules_of, parameters_of
 from fa_advisor.report import Report
 
 B, N, C, H = 2, 32, 24, 3
@@ -274,6 +276,55 @@ def test_recordings_nest() -> None:
     with fa_advisor.record(two) as alone:
         two(batch())
     assert inner.report.memory.categories == alone.report.memory.categories
+
+
+def test_recordings_overlap() -> None:
+    one, two = Attention(), Wide()
+    before = hooks(one, two)
+    first, second = fa_advisor.record(one), fa_advisor.record(two)
+    first.__enter__()
+    second.__enter__()
+    one(batch())
+    first.__exit__()
+    two(batch())
+    second.__exit__()
+    assert hooks(one, two) == before
+    check(first.report)
+    check(second.report)
+    assert not any("dispatch mode" in note for note in first.report.notes)
+
+
+def test_a_recording_that_ends_under_another_mode() -> None:
+    model = Wide()
+    before = hooks(model)
+    recording, other = fa_advisor.record(model), FlopCounterMode(display=False)
+    recording.__enter__()
+    other.__enter__()
+    model(batch())
+    recording.__exit__()
+    model(batch())
+    other.__exit__(None, None, None)
+    assert any("under a dispatch mode" in note for note in recording.report.notes)
+    with fa_advisor.record(model):
+        model(batch())
+    assert hooks(model) == before
+
+
+def test_a_module_that_cant_be_hashed() -> None:
+    model = Wide()
+    plain = [name for name, _ in model.named_modules()]
+    assert [name for name, _ in modules_of(model)] == plain
+    model.twice = model.down
+    assert [name for name, _ in modules_of(model)] == plain
+    assert len(list(parameters_of(model))) == 4
+
+    class Unhashable(Wide):
+        __hash__ = None  # type: ignore[assignment]
+
+    with fa_advisor.record(Unhashable()) as recording:
+        Unhashable()(batch())
+    check(recording.report)
+    assert recording.report.target.parameters == sum(p.numel() for p in model.parameters())
 
 
 def test_a_recording_within_inference_mode() -> None:
