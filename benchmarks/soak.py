@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
-from provenance import write
+from provenance import ROOT, write
 
 import fa_advisor
 from fa_advisor.kernels import reference
@@ -171,7 +171,7 @@ def main() -> None:
             rows.append(last)
         else:
             status = process.returncode
-            dead.append({"seed": seed, "status": status, **last, "said": said[-1500:]})
+            dead.append({"seed": seed, "status": status, **last, "said": said.replace(f"{ROOT}/", "")[-1500:]})
     figures = {
         "question": __doc__,
         "kernels": os.environ.get("FA_ADVISOR_KERNELS", "as they come"),
