@@ -171,7 +171,14 @@ def main() -> None:
             rows.append(last)
         else:
             status = process.returncode
-            dead.append({"seed": seed, "status": status, **last, "said": said.replace(f"{ROOT}/", "")[-1500:]})
+            dead.append(
+                {
+                    "seed": seed,
+                    "status": status,
+                    **last,
+                    "said": said.replace(f"{ROOT}/", "")[-1500:],
+                }
+            )
     figures = {
         "question": __doc__,
         "kernels": os.environ.get("FA_ADVISOR_KERNELS", "as they come"),
