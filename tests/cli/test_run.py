@@ -507,12 +507,12 @@ def test_files_that_cant_be_written_any_more(tmp_path: Path) -> None:
     script = write(tmp_path, "s.py", f"{TRAINS}\nimport shutil; shutil.rmtree('out')\n")
     lost, kept = tmp_path / "out" / "r.json", tmp_path / "r.json"
     done = followed("-o", lost, "-o", kept, script, cwd=tmp_path)
-    assert "error: can't write the report to" in done.stderr
+    assert "error: can't write" in done.stderr
     assert load(kept).target.name == "Linear"
     assert "peak allocated" not in done.stderr
     (tmp_path / "out").mkdir()
     done = followed("-o", lost, script, cwd=tmp_path)
-    assert "error: can't write the report to" in done.stderr
+    assert "error: can't write" in done.stderr
     assert "peak allocated" in done.stderr
 
 
