@@ -23,7 +23,6 @@ from fa_advisor.budgets.table import (
     endless,
 )
 from fa_advisor.errors import UsageError
-from fa_advisor.kernels.hopper.tiles import CAPABILITY
 from fa_advisor.probes.compiler import TIMEOUT_S, Request, available, compile_all
 from fa_advisor.probes.device import advise_for
 from fa_advisor.records import BudgetTable, Compiled, DeviceSpec, TileBudget, TileConfig
@@ -198,7 +197,7 @@ def tables(
             and not endless(candidate, problem)
         ]  # fmt: skip
         requests = [_request(*wanted[i], problem) for i in hopeful]
-        requests += [_given_request(one, problem) for _, one in fixed]
+        requests += [_request(devices[place], one, problem) for place, one in fixed]
         outcomes = _compile(requests, progress, timeout_s)
         compiled = dict(zip(hopeful, outcomes, strict=False))
         of_fixed = outcomes[len(hopeful) :]
@@ -263,8 +262,8 @@ def kept_budgets(
     """
     grid = candidates(("fwd", "bwd"))
     fixed = given_on(problem, device, ("fwd", "bwd")) if long else ()
-    requests = [_given_request(one, problem) for one in fixed]
-    requests += [_request(device, candidate, problem) for candidate in grid]
+    kinds: list[Candidate | Given] = [*fixed, *grid]
+    requests = [_request(device, one, problem) for one in kinds]
     known: Sequence[Compiled | None] = [None] * len(requests)
     if available() is None:
         known = compile_all(requests, only_kept=True)
@@ -299,26 +298,10 @@ def _number(device: DeviceSpec) -> int:
     return 10 * major + minor
 
 
-def _request(device: DeviceSpec, candidate: Candidate, problem: Problem) -> Request:
-    tile = candidate.tile
+def _request(device: DeviceSpec, one: Candidate | Given, problem: Problem) -> Request:
+    tile = one.tile
     return Request(
         capability=_number(device),
-        kernel=candidate.kernel,
-        block_m=tile.block_m,
-        block_n=tile.block_n,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-        dim=problem.head_dim,
-        dim_v=problem.value_head_dim,
-        dtype=problem.dtype,
-        call="causal" if problem.is_causal else "plain",
-    )
-
-
-def _given_request(one: Given, problem: Problem) -> Request:
-    tile, (major, minor) = one.tile, CAPABILITY
-    return Request(
-        capability=10 * major + minor,
         kernel=one.kernel,
         block_m=tile.block_m,
         block_n=tile.block_n,

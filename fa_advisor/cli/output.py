@@ -53,6 +53,19 @@ def _shown(text: str) -> str:
     )
 
 
+def check_outputs(outputs: Sequence[str], others: Sequence[str | None] = ()) -> None:
+    """Of the report's files, and of the others: before a long run, not after it."""
+    paths = [*outputs, *(path for path in others if path is not None)]
+    if not paths:
+        return
+    from fa_advisor.views.formats import check_writable, format_of
+
+    for path in outputs:
+        format_of(path)
+    for path in paths:
+        check_writable(path)
+
+
 def attempted(actions: Iterable[Callable[[], None]]) -> list[FaAdvisorError]:
     """Do all of them, each on its own; what failed, and how."""
     faults: list[FaAdvisorError] = []

@@ -12,6 +12,7 @@ import click
 from fa_advisor.cli import params
 from fa_advisor.cli.output import (
     attempted,
+    check_outputs,
     emit,
     has_dashboard_terminal,
     raise_all,
@@ -177,7 +178,7 @@ def profile(
     if fail_on_increase is not None and baseline is None:
         raise click.UsageError("--fail-on-increase needs a --baseline to increase from")
     dashboard = _wants_dashboard(tui, outputs, format)
-    _check_writable(outputs, [asked["snapshot"], asked["trace"]])
+    check_outputs(outputs, [asked["snapshot"], asked["trace"]])
     reference = _load(baseline) if baseline is not None else None
 
     from fa_advisor.records import ProfileRequest
@@ -201,19 +202,6 @@ def _wants_dashboard(tui: bool | None, outputs: tuple[str, ...], format: str | N
     if tui and not has_dashboard_terminal():
         raise click.UsageError("--tui needs a terminal on stdin and stderr")
     return has_dashboard_terminal() and not outputs and format is None if tui is None else tui
-
-
-def _check_writable(outputs: tuple[str, ...], others: list[str | None]) -> None:
-    """Of the report's files, and of the others: before a long run, not after it."""
-    paths = [*outputs, *(path for path in others if path is not None)]
-    if not paths:
-        return
-    from fa_advisor.views.formats import check_writable, format_of
-
-    for path in outputs:
-        format_of(path)
-    for path in paths:
-        check_writable(path)
 
 
 def _load(path: str) -> Report:

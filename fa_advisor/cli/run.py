@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from fa_advisor.cli import params
-from fa_advisor.cli.output import say_error, text_options
+from fa_advisor.cli.output import check_outputs, say_error, text_options
 from fa_advisor.errors import FaAdvisorError, UsageError
 
 if TYPE_CHECKING:
@@ -73,12 +73,7 @@ def run(
     from fa_advisor.following.script import Script
     from fa_advisor.following.session import Session, Wish, tell
 
-    if outputs:
-        from fa_advisor.views.formats import check_writable, format_of
-
-        for path in outputs:
-            format_of(path)
-            check_writable(path)
+    check_outputs(outputs)
     outputs = tuple(map(os.path.abspath, outputs))  # the script may change the directory
     target = (Script.of_module if module else Script.of_file)(script, arguments)
     # Of a job of several processes the first speaks for all; the others must patch as it does.
