@@ -219,12 +219,10 @@ def keys_consumer(
     )  # fmt: skip
     cols = col_start + gl.arange(0, 64, layout=RN)
     # The rows from `low` to `high` see a column, counted from `begin`.
-    low = cols
+    low = cols * 0
     high = cols
     if HAS_RIGHT:
         low = cols - (shift + right + begin)
-    elif not EVEN:
-        low = cols * 0
     if not EVEN:
         low = gl.where(cols < len_k, low, FAR)
     if HAS_LEFT:
