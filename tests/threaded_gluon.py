@@ -29,6 +29,7 @@ KERNELS = Path(__file__).parents[1] / "kernels"
 PATIENCE_S = 20.0
 OFTEN = 0.1  # How often a copy or a product takes long.
 _local = threading.local()
+_read: set[str] = set()  # Modules made from their source.
 
 
 Broken = threading.BrokenBarrierError
@@ -416,8 +417,16 @@ def _where(condition: Any, a: Any, b: Any) -> Any:
 
 def _asm(code: str, _: str, args: Sequence[Any], **__: Any) -> Any:
     """The few instructions that the kernels write themselves."""
-    if "bar.sync" in code:
+    if "bar.sync 9," in code:
         _local.together.wait(PATIENCE_S)
+        return None
+    if "bar.sync $1" in code:
+        if not _local.turns[args[0]].acquire(timeout=PATIENCE_S):
+            raise Deadlock(f"nobody arrived at the named barrier {args[0]}")
+        return None
+    if "bar.arrive $1" in code:
+        # Twice, and the barrier would be complete without whoever waits at it.
+        _local.turns[args[0]].release()
         return None
     if "e4m3x2" in code:
         numbers = torch.stack([x.as_subclass(Tensor) for x in args], -1)
@@ -442,6 +451,9 @@ def _warp_specialize(parts: Sequence[tuple[Any, tuple[Any, ...]]], *_: Any) -> N
     errors: list[BaseException] = []
     copies: list[threading.Thread] = []
     together = threading.Barrier(2)
+    turns = [threading.BoundedSemaphore() for _ in range(16)]  # A warp group arrives, one waits.
+    for turn in turns:
+        turn.acquire()
     program, allocations = _local.program, _local.allocations
 
     def run_copy(copy: Callable[[], None]) -> None:
@@ -451,7 +463,8 @@ def _warp_specialize(parts: Sequence[tuple[Any, tuple[Any, ...]]], *_: Any) -> N
 
     def run(function: Any, args: tuple[Any, ...]) -> None:
         _local.program, _local.allocations, _local.run = program, allocations, run_copy
-        _local.products, _local.stores, _local.together = [], [], together
+        _local.products, _local.stores = [], []
+        _local.together, _local.turns = together, turns
         try:
             with torch.no_grad():
                 function(*args)
@@ -565,8 +578,8 @@ def spoil(monkeypatch: pytest.MonkeyPatch, name: str, healthy: str, ill: str) ->
     """For one test: a module's source with a fault in it."""
     source = (KERNELS / "hopper" / f"{name}.py").read_text()
     assert healthy in source
-    monkeypatch.setattr(sys.modules[__name__], "_STANDS_FOR", dict(_STANDS_FOR))
-    _STANDS_FOR.pop(_PREFIX + name, None)
+    others = {key: found for key, found in _STANDS_FOR.items() if key not in _read}
+    monkeypatch.setattr(sys.modules[__name__], "_STANDS_FOR", others)
     module(name, source.replace(healthy, ill))
 
 
@@ -580,6 +593,7 @@ def module(name: str, source: str | None = None) -> SimpleNamespace:
     exec(compile(ast.parse(source or path.read_text()), str(path), "exec"), names)
     made = SimpleNamespace(**names)
     _STANDS_FOR[_PREFIX + name] = made
+    _read.add(_PREFIX + name)
     return made
 
 

@@ -1,9 +1,9 @@
 """The forward kernel for Hopper, warp-specialised: docs/hopper.md explains it.
 
 A block is a producer warp, which copies tiles of Q, K and V into shared memory, and two or three
-consumer warpgroups with 64 query rows each. While a consumer's exponentials run, its next product
-of Q and K and its last of P and V are with the tensor cores. The grid is persistent: each block
-goes from one piece of work to the next, and the producer is always ahead.
+consumer warpgroups with 64 query rows each. Consumers take turns with the tensor cores: while one's
+exponentials run, the next one's product of Q and K and its last of P and V do. The grid is
+persistent: each block goes from one piece of work to the next, and the producer is always ahead.
 """
 
 from __future__ import annotations
@@ -20,6 +20,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from fa_advisor.kernels.hopper.common import accumulator, cheap_tanh, origin
 from fa_advisor.kernels.hopper.compat import load_tile, store_tile
+from fa_advisor.kernels.hopper.consumers import (
+    end_turn,
+    pass_by,
+    row_maximum,
+    take_turn,
+    unless,
+)
 from fa_advisor.kernels.hopper.pieces import (
     keys_of,
     limits,
@@ -114,20 +121,6 @@ def _product(
 
 
 @gluon.jit
-def _unless(s, offset, limit, PASSES: gl.constexpr):
-    """Logits, or -inf where an offset passes ("lt", "gt") the limit.
-
-    As one step: compared by itself, a tile gives more predicates than there are registers for.
-    """
-    CODE: gl.constexpr = (
-        "{ .reg .pred p; setp." + PASSES + ".s32 p, $2, $3; selp.f32 $0, 0fFF800000, $1, p; }"
-    )
-    return gl.inline_asm_elementwise(
-        CODE, "=f,f,r,r", [s, offset, limit], dtype=gl.float32, is_pure=True, pack=1
-    )
-
-
-@gluon.jit
 def _softmax(
     s, m, start, rows, bias,
     MASKED: gl.constexpr, HAS_LEFT: gl.constexpr, PADDING: gl.constexpr, SOFTCAP: gl.constexpr,
@@ -145,16 +138,16 @@ def _softmax(
         factor = LOG2E
     if MASKED:
         offsets = gl.arange(0, BN, layout=gl.SliceLayout(0, S))
-        s = _unless(s, offsets[None, :], (highest - start)[:, None], "gt")
+        s = unless(s, offsets[None, :], (highest - start)[:, None], "gt")
         if HAS_LEFT:
-            s = _unless(s, offsets[None, :], (lowest - start)[:, None], "lt")
+            s = unless(s, offsets[None, :], (lowest - start)[:, None], "lt")
         if PADDING:
             cols = start + offsets
             shown = gl.load(
                 bias + padding + cols.to(gl.int64) * stride_bn, mask=cols < len_k, other=0
             )
             s = gl.where((shown != 0)[None, :], s, float("-inf"))
-    new = gl.maximum(m, gl.max(s, axis=1) * factor)
+    new = gl.maximum(m, row_maximum(s, BM, BN, gl.SliceLayout(1, S)) * factor)
     base = new
     if MASKED:
         # A row that has seen no key yet: -inf - -inf would be NaN.
@@ -199,15 +192,16 @@ def _unpacked(pairs, dtype: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, P:
 def _attend(
     state, high, low, buffers, rows, bias,
     MASKED: gl.constexpr, HAS_LEFT: gl.constexpr, PADDING: gl.constexpr, SOFTCAP: gl.constexpr,
-    CID: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
+    CID: gl.constexpr, CONSUMERS: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BLOCK_DV: gl.constexpr,
     S: gl.constexpr, OUT: gl.constexpr, P: gl.constexpr,
 ):  # fmt: skip
     """Carry the state over the tiles of keys from `high` down to `low`.
 
-    Each follows one whose P is in the state and whose V waits in `slot`.
+    Each follows one whose P is in the state and whose V waits in `slot`; O isn't rescaled by
+    `alpha` yet.
     """
-    acc, m, z, p, slot, phase = state
+    acc, m, z, alpha, p, slot, phase = state
     q_s, k_s, v_s, _, _, _, k_ready, k_empty, v_ready, v_empty = buffers
     for back in range(BN, high - low + BN, BN):
         following = slot + 1
@@ -216,42 +210,26 @@ def _attend(
             following = 0
             next_phase = phase ^ 1
         mbarrier.wait(k_ready.index(following), next_phase)
+        take_turn(CID)
         s = _product(q_s, k_s, following, CID, PARTS, BM, BN, S)
+        # The wait keeps O's rescaling behind the product's start, which hides it.
         mbarrier.wait(v_ready.index(slot), phase)
+        acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, OUT))[:, None]
         v = v_s.index(slot).reshape([BN, BLOCK_DV])
         acc = warpgroup_mma(_unpacked(p, q_s.dtype, BM, BN, P), v, acc, is_async=True)
+        end_turn(CID, CONSUMERS)
         s = warpgroup_mma_wait(1, deps=(s,))
         mbarrier.arrive(k_empty.index(following), count=1)
         weights, m, sums, alpha = _softmax(
             s, m, high - back, rows, bias, MASKED, HAS_LEFT, PADDING, SOFTCAP, BM, BN, S
         )
         z = z * gl.convert_layout(alpha, gl.SliceLayout(1, sums.type.layout))[:, None] + sums
-        # Over already: but ptxas doesn't move the wait for O over it, above the exponentials.
-        mbarrier.wait(v_ready.index(slot), phase)
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(v_empty.index(slot), count=1)
-        acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, OUT))[:, None]
         p = _packed(weights, q_s.dtype, BM, BN)
         slot = following
         phase = next_phase
-    return acc, m, z, p, slot, phase
-
-
-@gluon.jit
-def _pass_by(high, low, slot, phase, buffers, STAGES: gl.constexpr, BN: gl.constexpr):
-    """Let the tiles of keys in [low, high) go, which only other consumers' rows see."""
-    _, _, _, _, _, _, k_ready, k_empty, v_ready, v_empty = buffers
-    for _back in range(low, high, BN):
-        # Not before they have come: a barrier must not be told of the next round in this one.
-        mbarrier.wait(k_ready.index(slot), phase)
-        mbarrier.arrive(k_empty.index(slot), count=1)
-        mbarrier.wait(v_ready.index(slot), phase)
-        mbarrier.arrive(v_empty.index(slot), count=1)
-        slot += 1
-        if slot == STAGES:
-            slot = 0
-            phase ^= 1
-    return slot, phase
+    return acc, m, z, alpha, p, slot, phase
 
 
 @gluon.jit
@@ -276,6 +254,8 @@ def _consume(
     slot = 0
     phase = 0
     q_phase = 0
+    if CID == CONSUMERS - 1:
+        end_turn(CID, CONSUMERS)  # The first is the first consumer's.
     first_turn, last_turn, step, t = turns(schedule, total)
     for turn in range(first_turn, last_turn, step):
         following_t = next_piece(schedule, turn, step)
@@ -302,7 +282,9 @@ def _consume(
             q_phase ^= 1
         if all_end > all_begin:
             first = (all_end - 1) // BN * BN
-            slot, phase = _pass_by(first + BN, last + BN, slot, phase, buffers, STAGES, BN)
+            slot, phase = pass_by(
+                first + BN, last + BN, slot, phase, buffers, some, STAGES, BN, CID, CONSUMERS
+            )
         if some:
             lowest, highest = limits(
                 local, sequence, left, right, HAS_LEFT, HAS_RIGHT, BOTTOM_RIGHT
@@ -313,29 +295,31 @@ def _consume(
             s = _product(q_s, k_s, slot, CID, PARTS, BM, BN, S)
             s = warpgroup_mma_wait(0, deps=(s,))
             mbarrier.arrive(k_empty.index(slot), count=1)
-            weights, m, sums, _alpha = _softmax(
+            weights, m, sums, alpha = _softmax(
                 s, m, last, rows, bias, CUT, HAS_LEFT, PADDING, SOFTCAP, BM, BN, S
             )
-            state = (acc, m, sums, _packed(weights, dtype, BM, BN), slot, phase)
+            state = (acc, m, sums, alpha, _packed(weights, dtype, BM, BN), slot, phase)
             if HAS_RIGHT or PADDING:
                 state = _attend(
                     state, last, rest, buffers, rows, bias,
-                    True, HAS_LEFT, PADDING, SOFTCAP, CID, PARTS, STAGES, BM, BN, BLOCK_DV,
-                    S, OUT, P,
+                    True, HAS_LEFT, PADDING, SOFTCAP, CID, CONSUMERS, PARTS, STAGES,
+                    BM, BN, BLOCK_DV, S, OUT, P,
                 )  # fmt: skip
             state = _attend(
                 state, rest, full, buffers, rows, bias,
-                False, HAS_LEFT, PADDING, SOFTCAP, CID, PARTS, STAGES, BM, BN, BLOCK_DV, S, OUT, P,
+                False, HAS_LEFT, PADDING, SOFTCAP, CID, CONSUMERS, PARTS, STAGES,
+                BM, BN, BLOCK_DV, S, OUT, P,
             )  # fmt: skip
             if HAS_LEFT or PADDING:
                 state = _attend(
                     state, full, begin, buffers, rows, bias,
-                    True, HAS_LEFT, PADDING, SOFTCAP, CID, PARTS, STAGES, BM, BN, BLOCK_DV,
-                    S, OUT, P,
+                    True, HAS_LEFT, PADDING, SOFTCAP, CID, CONSUMERS, PARTS, STAGES,
+                    BM, BN, BLOCK_DV, S, OUT, P,
                 )  # fmt: skip
-            acc, m, sums, p, slot, phase = state
+            acc, m, sums, alpha, p, slot, phase = state
             z = gl.convert_layout(gl.sum(sums, axis=1), ROW)
             mbarrier.wait(v_ready.index(slot), phase)
+            acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, OUT))[:, None]
             v = v_s.index(slot).reshape([BN, BLOCK_DV])
             acc = warpgroup_mma(_unpacked(p, dtype, BM, BN, P), v, acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=(acc,))
@@ -347,7 +331,9 @@ def _consume(
         if all_end > all_begin:
             if not SHARED_O:
                 mbarrier.arrive(q_empty.index(CID), count=1)
-            slot, phase = _pass_by(begin, all_begin, slot, phase, buffers, STAGES, BN)
+            slot, phase = pass_by(
+                begin, all_begin, slot, phase, buffers, some, STAGES, BN, CID, CONSUMERS
+            )
         if SINKS:
             z += gl.exp2(sink - gl.where(m == float("-inf"), 0.0, m))
         empty = z == 0.0

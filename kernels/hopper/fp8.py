@@ -18,7 +18,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from fa_advisor.kernels.hopper.common import accumulator, cheap_tanh, origin
 from fa_advisor.kernels.hopper.compat import load_tile, store_tile
-from fa_advisor.kernels.hopper.forward import _pass_by, _unless
+from fa_advisor.kernels.hopper.consumers import (
+    end_turn,
+    pass_by,
+    row_maximum,
+    take_turn,
+    unless,
+)
 from fa_advisor.kernels.hopper.pieces import (
     keys_of,
     limits,
@@ -122,7 +128,7 @@ def _cut(s, limit, PASSES: gl.constexpr):
     among = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(1, PARTS)))
     limit = gl.convert_layout(limit, gl.SliceLayout(1, gl.SliceLayout(2, PARTS)))
     left = limit[:, None, None] - among[None, None, :]
-    s = _unless(s, eights[None, :, None], left, PASSES)
+    s = unless(s, eights[None, :, None], left, PASSES)
     return gl.convert_layout(s.reshape([BM, BN]), S)
 
 
@@ -142,7 +148,7 @@ def _softmax(
         s = _cut(s, highest - start, "gt")
         if HAS_LEFT:
             s = _cut(s, lowest - start, "lt")
-    new = gl.maximum(m, gl.max(s, axis=1) * factor)
+    new = gl.maximum(m, row_maximum(s, s.shape[0], BN, gl.SliceLayout(1, S)) * factor)
     base = new
     if MASKED:
         # A row that has seen no key yet: -inf - -inf would be NaN.
@@ -204,7 +210,7 @@ def _added(acc, alpha, part, v_empty):
 def _attend(
     state, high, low, buffers, rows,
     MASKED: gl.constexpr, HAS_LEFT: gl.constexpr, SOFTCAP: gl.constexpr,
-    CID: gl.constexpr, STAGES: gl.constexpr,
+    CID: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BLOCK_DV: gl.constexpr,
     S: gl.constexpr, OUT: gl.constexpr, P: gl.constexpr,
 ):  # fmt: skip
@@ -224,11 +230,13 @@ def _attend(
             next_phase = phase ^ 1
         p = _operand(words, q_s.dtype, P)
         mbarrier.wait(k_ready.index(following), next_phase)
+        take_turn(CID)
         s = _product(q_s, k_s, following, CID, BM, BN, S)
         mbarrier.wait(v_ready.index(slot), phase)
         part = gl.zeros([BM, BLOCK_DV], gl.float32, layout=OUT)
         v = v_s.index(slot).reshape([BLOCK_DV, BN]).permute((1, 0))
         part = warpgroup_mma(p, v, part, use_acc=False, is_async=True)
+        end_turn(CID, CONSUMERS)
         s = warpgroup_mma_wait(1, deps=(s,))
         mbarrier.arrive(k_empty.index(following), count=1)
         weights, m, next_alpha = _softmax(s, m, high - back, rows, MASKED, HAS_LEFT, SOFTCAP, BN, S)
@@ -283,6 +291,8 @@ def _consume(
     slot = 0
     phase = 0
     q_phase = 0
+    if CID == CONSUMERS - 1:
+        end_turn(CID, CONSUMERS)  # The first is the first consumer's.
     first_turn, last_turn, step, t = turns(schedule, total)
     for turn in range(first_turn, last_turn, step):
         following_t = next_piece(schedule, turn, step)
@@ -307,7 +317,9 @@ def _consume(
             mbarrier.wait(q_ready.index(CID), q_phase)
             q_phase ^= 1
             first = (all_end - 1) // BN * BN
-            slot, phase = _pass_by(first + BN, last + BN, slot, phase, buffers, STAGES, BN)
+            slot, phase = pass_by(
+                first + BN, last + BN, slot, phase, buffers, some, STAGES, BN, CID, CONSUMERS
+            )
         if some:
             lowest, highest = limits(
                 local, sequence, left, right, HAS_LEFT, HAS_RIGHT, BOTTOM_RIGHT
@@ -327,16 +339,19 @@ def _consume(
             if HAS_RIGHT:
                 state = _attend(
                     state, last, rest, buffers, rows,
-                    True, HAS_LEFT, SOFTCAP, CID, STAGES, BM, BN, BLOCK_DV, S, OUT, P,
+                    True, HAS_LEFT, SOFTCAP, CID, CONSUMERS, STAGES,
+                    BM, BN, BLOCK_DV, S, OUT, P,
                 )  # fmt: skip
             state = _attend(
                 state, rest, full, buffers, rows,
-                False, HAS_LEFT, SOFTCAP, CID, STAGES, BM, BN, BLOCK_DV, S, OUT, P,
+                False, HAS_LEFT, SOFTCAP, CID, CONSUMERS, STAGES,
+                    BM, BN, BLOCK_DV, S, OUT, P,
             )  # fmt: skip
             if HAS_LEFT:
                 state = _attend(
                     state, full, begin, buffers, rows,
-                    True, HAS_LEFT, SOFTCAP, CID, STAGES, BM, BN, BLOCK_DV, S, OUT, P,
+                    True, HAS_LEFT, SOFTCAP, CID, CONSUMERS, STAGES,
+                    BM, BN, BLOCK_DV, S, OUT, P,
                 )  # fmt: skip
             acc, m, lane_z, alpha, words, slot, phase = state
             z = gl.convert_layout(gl.sum(lane_z, axis=1), ROW)
@@ -352,7 +367,9 @@ def _consume(
                 phase ^= 1
         if all_end > all_begin:
             mbarrier.arrive(q_empty.index(CID), count=1)
-            slot, phase = _pass_by(begin, all_begin, slot, phase, buffers, STAGES, BN)
+            slot, phase = pass_by(
+                begin, all_begin, slot, phase, buffers, some, STAGES, BN, CID, CONSUMERS
+            )
         if SINKS:
             z += gl.exp2(sink - gl.where(m == float("-inf"), 0.0, m) + HEADROOM)
         empty = z == 0.0

@@ -57,6 +57,8 @@ _MOST_SIDE_BY_SIDE = 8
 
 # A schedule is made on the host: up to so many pieces, in milliseconds.
 _MOST_SCHEDULED = 2**16
+# And in several ways, of which the shortest is taken, up to so many.
+_MOST_DEALT_AGAIN = 2**14
 # What a piece of work takes beside its tiles of keys, in such tiles.
 _COST_OF_A_TURN = 0.7
 
@@ -192,7 +194,7 @@ def deal(kind: Kind, o: Options, cut: Tiles, q: Tensor) -> Pieces:
         if costs is None or total > _MOST_SCHEDULED or torch.cuda.is_current_stream_capturing():
             grid = total  # Then the GPU hands the pieces out, as processors are free for them.
         else:
-            words = schedule_of(costs, batch_heads, side_by_side, grid)
+            words = schedule_of(costs, batch_heads, side_by_side, grid, kind.group)
             schedule = torch.tensor(words, dtype=torch.int32, device=q.device)
     return Pieces(blocks, total, side_by_side, grid, schedule)
 
@@ -221,25 +223,56 @@ def _cost(kind: Kind, o: Options, block: int, cut: Tiles) -> float:
     return _COST_OF_A_TURN + tiles / cut.consumers
 
 
-def schedule_of(costs: list[float], batch_heads: int, side_by_side: int, grid: int) -> list[int]:
+def schedule_of(
+    costs: list[float], batch_heads: int, side_by_side: int, grid: int, together: int = 1
+) -> list[int]:
     """Which pieces of work each of `grid` persistent blocks does: as a queue would deal them out.
 
-    costs: of each of a head's pieces. Heads run in groups of `side_by_side`, the costliest pieces
-    of a group first. Returns grid + 1 offsets, into what follows: batch_head * len(costs) + piece,
-    and one word more, so that the next may be read before its turn.
+    costs: of each of a head's pieces. Heads run in groups of about `side_by_side`, the costliest
+    pieces of a group first; `together` of them are never parted. Returns grid + 1 offsets, into
+    what follows: batch_head * len(costs) + piece, and one word more, so that the next may be read
+    before its turn.
     """
     longest_first = sorted(range(len(costs)), key=lambda piece: -costs[piece])
+    best = min(
+        (
+            _dealt(
+                costs, longest_first, _stretches(batch_heads // together, groups, together), grid
+            )
+            for groups in _numbers_of_groups(len(costs), batch_heads, side_by_side)
+        ),
+        key=lambda dealt: dealt[0],
+    )[1]
+    offsets = list(itertools.accumulate(map(len, best), initial=grid + 1))
+    return [*offsets, *itertools.chain.from_iterable(best), 0]
+
+
+def _numbers_of_groups(pieces: int, batch_heads: int, side_by_side: int) -> range:
+    """How many groups of heads are tried: how the last pieces fall decides up to a seventh."""
+    least = -(-batch_heads // side_by_side)
+    tried = 1 if pieces * batch_heads > _MOST_DEALT_AGAIN else 4
+    return range(least, min(least + tried, batch_heads + 1))
+
+
+def _stretches(count: int, groups: int, of: int) -> list[range]:
+    """`count` * `of` heads in so many groups, as alike in size as may be."""
+    ends = [count * group // groups * of for group in range(groups + 1)]
+    return [range(first, end) for first, end in itertools.pairwise(ends)]
+
+
+def _dealt(
+    costs: list[float], longest_first: list[int], groups: list[range], grid: int
+) -> tuple[float, list[list[int]]]:
+    """When the last block is done, and each one's pieces: the next goes to who is free first."""
     free = [(0.0, block) for block in range(grid)]
     own: list[list[int]] = [[] for _ in range(grid)]
-    for first in range(0, batch_heads, side_by_side):
-        heads = range(first, min(first + side_by_side, batch_heads))
+    for heads in groups:
         for piece in longest_first:
             for head in heads:
                 at, block = free[0]
                 own[block].append(head * len(costs) + piece)
                 heapq.heapreplace(free, (at + costs[piece], block))
-    offsets = list(itertools.accumulate(map(len, own), initial=grid + 1))
-    return [*offsets, *itertools.chain.from_iterable(own), 0]
+    return max(free)[0], own
 
 
 def compiles(launch: Launch, device: torch.device, pointers: tuple[Any, ...]) -> bool:

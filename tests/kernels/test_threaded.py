@@ -250,30 +250,42 @@ def test_the_forward_on_eight_bits_with_every_feature(case: Case) -> None:
 
 
 @pytest.mark.parametrize(
-    ("healthy", "ill"),
+    ("file", "healthy", "ill"),
     [
         # V is given back before its product is over.
         (
+            "forward",
             "        acc = warpgroup_mma_wait(0, deps=(acc,))\n"
             "        mbarrier.arrive(v_empty.index(slot), count=1)\n"
-            "        acc = acc",
+            "        p = ",
             "        mbarrier.arrive(v_empty.index(slot), count=1)\n"
             "        acc = warpgroup_mma_wait(0, deps=(acc,))\n"
-            "        acc = acc",
+            "        p = ",
         ),
         # Two phases of a barrier are taken for one.
-        ("            phase ^= 1\n    return slot, phase", "    return slot, phase"),
-        ("        fence_async_shared()\n        a, b, first_row", "        a, b, first_row"),
-        # A tile that only others see isn't told of.
-        ("        mbarrier.arrive(v_empty.index(slot), count=1)\n        slot", "        slot"),
+        ("consumers", "            phase ^= 1\n    return slot, phase", "    return slot, phase"),
+        ("forward", "        fence_async_shared()\n        a, b, first_row", "        a, b, first_row"),
+        # A tile that only others see isn't told of, or no turn is taken for it.
+        (
+            "consumers",
+            "        mbarrier.arrive(v_empty.index(slot), count=1)\n        slot",
+            "        slot",
+        ),
+        ("consumers", "            end_turn(CID, CONSUMERS)\n", "            pass\n"),
+        ("consumers", "        if some | (tile > low):\n", "        if tile >= low:\n"),
     ],
-    ids=["given back early", "a phase left out", "no fence", "never given back"],
-)
-def test_a_fault_shows(healthy: str, ill: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids=[
+        "given back early", "a phase left out", "no fence", "never given back", "a turn not ended",
+        "a turn too many",
+    ],
+)  # fmt: skip
+def test_a_fault_shows(
+    file: str, healthy: str, ill: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The threads find what would be a race or a hang on a GPU."""
     monkeypatch.setattr(threaded, "PATIENCE_S", 1.0)
     monkeypatch.setattr(threaded, "OFTEN", 0.5)
-    threaded.spoil(monkeypatch, "forward", healthy, ill)
+    threaded.spoil(monkeypatch, file, healthy, ill)
     with pytest.raises(AssertionError):
         for _ in range(ATTEMPTS):
             for case in (CASES["window"], Case(batch=1, len_q=128, len_k=1500, head_dim=128)):

@@ -1,0 +1,77 @@
+"""What the consumers of both forwards share: whose turn it is, the tiles that others see, masks."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+
+@gluon.jit
+def unless(s, offset, limit, PASSES: gl.constexpr):
+    """Logits, or -inf where an offset passes ("lt", "gt") the limit.
+
+    As one step: compared by itself, a tile gives more predicates than there are registers for.
+    """
+    CODE: gl.constexpr = (
+        "{ .reg .pred p; setp." + PASSES + ".s32 p, $2, $3; selp.f32 $0, 0fFF800000, $1, p; }"
+    )
+    return gl.inline_asm_elementwise(
+        CODE, "=f,f,r,r", [s, offset, limit], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def row_maximum(s, BM: gl.constexpr, BN: gl.constexpr, ROW: gl.constexpr):
+    """The largest of each row, in a tree: in a chain each would wait for the one before."""
+    most = gl.max(s.reshape([BM, BN // 32, 4, 4, 2]), axis=1)
+    most = gl.max(gl.max(most, axis=1), axis=2)
+    return gl.convert_layout(gl.max(most, axis=1), ROW)
+
+
+@gluon.jit
+def take_turn(CID: gl.constexpr):
+    """Wait until it is a consumer's turn to give the tensor cores its products.
+
+    Named barriers 10, 11, 12: Gluon's own have lower numbers.
+    """
+    gl.inline_asm_elementwise(
+        "bar.sync $1, 256; mov.u32 $0, 0;", "=r,r", [10 + CID],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def end_turn(CID: gl.constexpr, CONSUMERS: gl.constexpr):
+    """It is the next consumer's turn."""
+    gl.inline_asm_elementwise(
+        "bar.arrive $1, 256; mov.u32 $0, 0;", "=r,r", [10 + (CID + 1) % CONSUMERS],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def pass_by(
+    high, low, slot, phase, buffers, some, STAGES: gl.constexpr, BN: gl.constexpr,
+    CID: gl.constexpr, CONSUMERS: gl.constexpr,
+):  # fmt: skip
+    """Let the tiles of keys in [low, high) go, which only other consumers' rows see.
+
+    some: whether this one's see any. Of each piece all consumers take as many turns: one less than
+    there are tiles.
+    """
+    _, _, _, _, _, _, k_ready, k_empty, v_ready, v_empty = buffers
+    for tile in range(low, high, BN):
+        if some | (tile > low):
+            take_turn(CID)
+            end_turn(CID, CONSUMERS)
+        # Not before they have come: a barrier must not be told of the next round in this one.
+        mbarrier.wait(k_ready.index(slot), phase)
+        mbarrier.arrive(k_empty.index(slot), count=1)
+        mbarrier.wait(v_ready.index(slot), phase)
+        mbarrier.arrive(v_empty.index(slot), count=1)
+        slot += 1
+        if slot == STAGES:
+            slot = 0
+            phase ^= 1
+    return slot, phase
