@@ -169,7 +169,7 @@ class Forward(NamedTuple):
     backwards: the plans of such calls' backward, by what the forward doesn't say already.
     """
 
-    launch: Launch | hopper.Scheduled | None
+    launch: Launch | hopper.Scheduled | hopper.Ordered | None
     spans: _Spans | None
     out: tuple[Any, Any]
     lse: tuple[Any, Any]

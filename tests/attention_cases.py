@@ -292,8 +292,8 @@ def cases(draw: st.DrawFn, longest: int = 40, widest: int = 40) -> Case:
 def hopper_cases(draw: st.DrawFn, shortest: int, longest: int) -> Case:
     """Every feature that the Hopper kernels have, crossed."""
     pick: Callable[..., Any] = lambda *values: draw(st.sampled_from(values))  # noqa: E731
-    middle = (shortest + longest) // 256 * 128
-    length = st.integers(shortest, longest) | st.sampled_from([middle, middle + 1])
+    whole = range(-(-shortest // 128) * 128, longest + 1, 128)
+    length = st.integers(shortest, longest) | st.sampled_from([*whole, whole[-1] + 1])
     side, limit = st.integers(0, longest * 2 // 3), st.sampled_from([-1, 0])
     short = st.integers(0, 300) | st.sampled_from([0, 1, 63, 64, 65, 127, 128, 129])
     kv_heads = pick(1, 2)

@@ -377,7 +377,8 @@ def allocate(dtype: Any, shape: Sequence[int], layout: Any) -> Any:
     whole = Unfenced()
     _local.allocations.append(whole)
     # Whatever lay there before: read too early, it shows.
-    lies = torch.full(tuple(shape), float("nan"), dtype=dtype)
+    lies = torch.zeros(tuple(shape), dtype=dtype)
+    lies.fill_(float("nan") if dtype.is_floating_point else 2**30)
     return Shared(lies, whole) if layout is None else Scattered(lies, whole, layout)
 
 
@@ -387,6 +388,8 @@ _BARRIERS = object()
 def _load(at: Pointer, mask: Any = None, other: Any = 0) -> Any:
     offset = at.offset
     if not isinstance(offset, Tensor):
+        if mask is False:
+            return Scalar(other)
         value = at.flat[int(offset)]
         return Scalar(int(value)) if not value.is_floating_point() else block(value)
     if mask is None:
@@ -397,6 +400,16 @@ def _load(at: Pointer, mask: Any = None, other: Any = 0) -> Any:
 def _store(at: Pointer, value: Tensor, mask: Tensor | None = None) -> None:
     keep = torch.ones_like(at.offset, dtype=torch.bool) if mask is None else mask
     at.flat[at.offset[keep]] = value.to(at.flat.dtype)[keep]
+
+
+_atomic = threading.Lock()
+
+
+def _atomic_add(at: Pointer, more: int) -> Scalar:
+    with _atomic:
+        before = int(at.flat[at.offset])
+        at.flat[at.offset] = before + more
+    return Scalar(before)
 
 
 def _pairwise(of_ints: Callable[..., int], of_tensors: Callable[..., Tensor]) -> Callable[..., Any]:
@@ -492,7 +505,13 @@ def _same(x: Any, *_: Any, **__: Any) -> Any:
 
 
 def _reduced(operation: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda x, axis: block(operation(x, axis))
+    def reduce(x: Tensor, axis: int) -> Any:
+        found = operation(x, axis)
+        if found.dim() or found.is_floating_point():
+            return block(found)
+        return Scalar(int(found))
+
+    return reduce
 
 
 class _SharedLayout:
@@ -527,6 +546,9 @@ _LANGUAGE: dict[str, Any] = {
     "join": lambda a, b: block(torch.stack([a, b], -1)),
     "convert_layout": _same,
     "inline_asm_elementwise": _asm,
+    "atomic_add": _atomic_add,
+    "SwizzledSharedLayout": _SharedLayout,
+    "BlockedLayout": lambda *_, **__: None,
     "SliceLayout": lambda *_, **__: None,
     "DotOperandLayout": lambda *_, **__: None,
     "NVMMADistributedLayout": lambda *_, **__: None,

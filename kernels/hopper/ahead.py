@@ -58,6 +58,7 @@ def forward_usage(dim: int, dim_v: int, dtype: str, call: str) -> Usage:
         **dict.fromkeys(_FLAGS, False), "EVEN_K": True, **given,
         "BM": bm, "BN": bn, "PARTS": cut.parts, "BLOCK_DV": cut.block_dv, "STAGES": cut.stages,
         "CONSUMERS": cut.consumers, "SHARED_O": cut.shared_out,
+        "ORDERED": given.get("VARLEN", False),
     }  # fmt: skip
     blocks = {
         "query": (bm, cut.part), "key": (bn, cut.part),
@@ -65,7 +66,7 @@ def forward_usage(dim: int, dim_v: int, dtype: str, call: str) -> Usage:
     }  # fmt: skip
     pointers = {"lse": "*fp32"}
     if constants["VARLEN"]:
-        pointers |= {"cu_q": "*i32", "cu_k": "*i32"}
+        pointers |= {"cu_q": "*i32", "cu_k": "*i32", "schedule": "*i32"}
     elif uneven:
         pointers["schedule"] = "*i32"
     if constants["PADDING"]:

@@ -60,7 +60,7 @@ def pass_by(
     some: whether this one's see any. Of each piece all consumers take as many turns: one less than
     there are tiles.
     """
-    _, _, _, _, _, _, k_ready, k_empty, v_ready, v_empty = buffers
+    k_ready, k_empty, v_ready, v_empty = buffers[6], buffers[7], buffers[8], buffers[9]
     for tile in range(low, high, BN):
         if some | (tile > low):
             take_turn(CID)

@@ -30,8 +30,11 @@ from fa_advisor.kernels.hopper.consumers import (
 from fa_advisor.kernels.hopper.pieces import (
     keys_of,
     limits,
+    next_in_order,
     next_piece,
     own_keys,
+    tell,
+    told,
     turns,
     work,
 )
@@ -39,70 +42,105 @@ from fa_advisor.kernels.score import LN2, LOG2E
 
 
 @gluon.jit
-def _has_queries(begin, end, SHARED_O: gl.constexpr):
-    """Whether a piece of work takes its turn with Q's buffer: where O leaves by it, each does."""
-    if SHARED_O:
+def _has_queries(begin, end, EACH: gl.constexpr):
+    """Whether a piece of work takes its turn with Q's buffer: those that see a key, or EACH."""
+    if EACH:
         return begin >= 0
     else:
         return end > begin
 
 
 @gluon.jit
+def _load_piece(
+    t, place, slot, phase, q_phase, EACH: gl.constexpr,
+    SCHEDULED: gl.constexpr, VARLEN: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
+    BOTTOM_RIGHT: gl.constexpr, PADDING: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
+    PARTS: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
+):  # fmt: skip
+    """The copies of a piece of work: Q for each consumer, then K and V, tile by tile."""
+    q_desc, k_desc, v_desc, cu_q, cu_k, spans, buffers, numbers, group = place
+    q_s, k_s, v_s, _, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty, _ = buffers
+    PART: gl.constexpr = q_desc.block_type.shape[4]
+    batch, head, row_start, sequence = work(
+        t, cu_q, cu_k, numbers, SCHEDULED, VARLEN, HAS_RIGHT, BM * CONSUMERS
+    )
+    first_q, len_q, first_k, len_k = sequence
+    begin, _full, _rest, end = keys_of(
+        row_start, batch, head, sequence, spans, numbers,
+        HAS_LEFT, HAS_RIGHT, BOTTOM_RIGHT, PADDING, BM * CONSUMERS, BN,
+    )  # fmt: skip
+    if _has_queries(begin, end, EACH):
+        a, b, row = origin(batch, first_q, len_q, VARLEN)
+        for c in gl.static_range(CONSUMERS):
+            mbarrier.wait(q_empty.index(c), q_phase)
+            mbarrier.expect(q_ready.index(c), PARTS * q_desc.block_type.nbytes)
+            for part in gl.static_range(PARTS):
+                load_tile(
+                    q_desc, [a, b, head, row + row_start + c * BM, part * PART],
+                    q_ready.index(c), q_s.index(c * PARTS + part),
+                )  # fmt: skip
+        q_phase ^= 1
+    if end > begin:
+        a, b, row = origin(batch, first_k, len_k, VARLEN)
+        kv_head = head // group
+        last = (end - 1) // BN * BN
+        for back in range(0, last - begin + BN, BN):
+            start = row + last - back
+            mbarrier.wait(k_empty.index(slot), phase)
+            mbarrier.expect(k_ready.index(slot), PARTS * k_desc.block_type.nbytes)
+            for part in gl.static_range(PARTS):
+                load_tile(
+                    k_desc, [a, b, kv_head, start, part * PART], k_ready.index(slot),
+                    k_s.index(slot * PARTS + part),
+                )  # fmt: skip
+            mbarrier.wait(v_empty.index(slot), phase)
+            mbarrier.expect(v_ready.index(slot), v_desc.block_type.nbytes)
+            load_tile(v_desc, [a, b, kv_head, start, 0], v_ready.index(slot), v_s.index(slot))
+            slot += 1
+            if slot == STAGES:
+                slot = 0
+                phase ^= 1
+    return slot, phase, q_phase
+
+
+@gluon.jit
 def _produce(
-    given,
+    given, ORDERED: gl.constexpr,
     VARLEN: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
     BOTTOM_RIGHT: gl.constexpr, PADDING: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
     PARTS: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, SHARED_O: gl.constexpr,
 ):  # fmt: skip
-    q_desc, k_desc, v_desc, cu_q, cu_k, spans, buffers, schedule, numbers, group, total = given
-    q_s, k_s, v_s, _, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty = buffers
-    PART: gl.constexpr = q_desc.block_type.shape[4]
+    place, schedule, total = given
+    buffers = place[6]
+    q_ready, q_empty, handed = buffers[4], buffers[5], buffers[10]
+    EACH: gl.constexpr = SHARED_O or ORDERED
     slot = 0
     phase = 1
     q_phase = 1
-    first_turn, last_turn, step, t = turns(schedule, total)
-    for turn in range(first_turn, last_turn, step):
-        following_t = next_piece(schedule, turn, step)
-        batch, head, row_start, sequence = work(
-            t, cu_q, cu_k, numbers, schedule is not None, VARLEN, HAS_RIGHT, BM * CONSUMERS
-        )  # fmt: skip
-        first_q, len_q, first_k, len_k = sequence
-        begin, _full, _rest, end = keys_of(
-            row_start, batch, head, sequence, spans, numbers,
-            HAS_LEFT, HAS_RIGHT, BOTTOM_RIGHT, PADDING, BM * CONSUMERS, BN,
-        )  # fmt: skip
-        if _has_queries(begin, end, SHARED_O):
-            a, b, row = origin(batch, first_q, len_q, VARLEN)
-            for c in gl.static_range(CONSUMERS):
-                mbarrier.wait(q_empty.index(c), q_phase)
-                mbarrier.expect(q_ready.index(c), PARTS * q_desc.block_type.nbytes)
-                for part in gl.static_range(PARTS):
-                    load_tile(
-                        q_desc, [a, b, head, row + row_start + c * BM, part * PART],
-                        q_ready.index(c), q_s.index(c * PARTS + part),
-                    )  # fmt: skip
-            q_phase ^= 1
-        if end > begin:
-            a, b, row = origin(batch, first_k, len_k, VARLEN)
-            kv_head = head // group
-            last = (end - 1) // BN * BN
-            for back in range(0, last - begin + BN, BN):
-                start = row + last - back
-                mbarrier.wait(k_empty.index(slot), phase)
-                mbarrier.expect(k_ready.index(slot), PARTS * k_desc.block_type.nbytes)
-                for part in gl.static_range(PARTS):
-                    load_tile(
-                        k_desc, [a, b, kv_head, start, part * PART], k_ready.index(slot),
-                        k_s.index(slot * PARTS + part),
-                    )  # fmt: skip
-                mbarrier.wait(v_empty.index(slot), phase)
-                mbarrier.expect(v_ready.index(slot), v_desc.block_type.nbytes)
-                load_tile(v_desc, [a, b, kv_head, start, 0], v_ready.index(slot), v_s.index(slot))
-                slot += 1
-                if slot == STAGES:
-                    slot = 0
-                    phase ^= 1
-        t = following_t
+    if ORDERED:
+        turn = 0
+        t = next_in_order(schedule)
+        while t >= 0:
+            tell(handed, turn, t)
+            slot, phase, q_phase = _load_piece(
+                t, place, slot, phase, q_phase, EACH, True, VARLEN, HAS_LEFT, HAS_RIGHT,
+                BOTTOM_RIGHT, PADDING, BM, BN, PARTS, STAGES, CONSUMERS,
+            )  # fmt: skip
+            turn ^= 1
+            t = next_in_order(schedule)
+        tell(handed, turn, t)
+        for c in gl.static_range(CONSUMERS):
+            mbarrier.wait(q_empty.index(c), q_phase)
+            mbarrier.arrive(q_ready.index(c), count=1)
+    else:
+        first_turn, last_turn, step, t = turns(schedule, total)
+        for turn in range(first_turn, last_turn, step):
+            following_t = next_piece(schedule, turn, step)
+            slot, phase, q_phase = _load_piece(
+                t, place, slot, phase, q_phase, EACH, schedule is not None, VARLEN, HAS_LEFT,
+                HAS_RIGHT, BOTTOM_RIGHT, PADDING, BM, BN, PARTS, STAGES, CONSUMERS,
+            )  # fmt: skip
+            t = following_t
 
 
 @gluon.jit
@@ -202,7 +240,7 @@ def _attend(
     `alpha` yet.
     """
     acc, m, z, alpha, p, slot, phase = state
-    q_s, k_s, v_s, _, _, _, k_ready, k_empty, v_ready, v_empty = buffers
+    q_s, k_s, v_s, _, _, _, k_ready, k_empty, v_ready, v_empty, _ = buffers
     for back in range(BN, high - low + BN, BN):
         following = slot + 1
         next_phase = phase
@@ -233,16 +271,17 @@ def _attend(
 
 
 @gluon.jit
-def _consume(
-    given,
-    VARLEN: gl.constexpr, SOFTCAP: gl.constexpr, SINKS: gl.constexpr, PADDING: gl.constexpr,
-    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, BOTTOM_RIGHT: gl.constexpr,
-    EVEN_K: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BLOCK_DV: gl.constexpr,
-    PARTS: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, SHARED_O: gl.constexpr,
-    CID: gl.constexpr,
+def _do_piece(
+    t, given, slot, phase, q_phase, ORDERED: gl.constexpr,
+    SCHEDULED: gl.constexpr, VARLEN: gl.constexpr, SOFTCAP: gl.constexpr, SINKS: gl.constexpr,
+    PADDING: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
+    BOTTOM_RIGHT: gl.constexpr, EVEN_K: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
+    BLOCK_DV: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
+    SHARED_O: gl.constexpr, CID: gl.constexpr,
 ):  # fmt: skip
-    o_desc, lse, bias, sinks, cu_q, cu_k, spans, buffers, schedule, numbers, more, total = given
-    q_s, k_s, v_s, o_s, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty = buffers
+    """What a consumer does of a piece of work: out and lse of its 64 rows."""
+    o_desc, lse, bias, sinks, cu_q, cu_k, spans, buffers, numbers, more = given
+    q_s, k_s, v_s, o_s, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty, _ = buffers
     stride_lb, stride_lh, stride_bb, stride_bh, stride_bn, scale, softcap, left, right = more
     dtype: gl.constexpr = o_desc.dtype
     S: gl.constexpr = accumulator(BN)
@@ -251,113 +290,145 @@ def _consume(
     ROW: gl.constexpr = gl.SliceLayout(1, S)
     # Only what some row may not see whole is masked.
     CUT: gl.constexpr = VARLEN or HAS_LEFT or HAS_RIGHT or PADDING or not EVEN_K
+    batch, head, row_start, sequence = work(
+        t, cu_q, cu_k, numbers, SCHEDULED, VARLEN, HAS_RIGHT, BM * CONSUMERS
+    )  # fmt: skip
+    first_q, len_q, _first_k, len_k = sequence
+    all_begin, all_end, some, last, rest, full, begin = own_keys(
+        row_start, batch, head, sequence, spans, numbers,
+        HAS_LEFT, HAS_RIGHT, BOTTOM_RIGHT, PADDING, BM, BN, CONSUMERS, CID,
+    )  # fmt: skip
+    row = row_start + CID * BM
+    local = row + gl.arange(0, BM, layout=ROW)
+    m = gl.full([BM], float("-inf"), gl.float32, layout=ROW)
+    z = gl.full([BM], 0.0, gl.float32, layout=ROW)
+    if SINKS:
+        # A sink is a logit without a value.
+        sink = gl.load(sinks + head).to(gl.float32) * LOG2E
+        m = gl.maximum(m, sink)
+    acc = gl.zeros([BM, BLOCK_DV], gl.float32, layout=OUT)
+    queries = _has_queries(all_begin, all_end, SHARED_O or ORDERED)
+    if queries:
+        if not ORDERED:  # Else it was waited for, to know what comes.
+            mbarrier.wait(q_ready.index(CID), q_phase)
+        q_phase ^= 1
+    if all_end > all_begin:
+        first = (all_end - 1) // BN * BN
+        slot, phase = pass_by(
+            first + BN, last + BN, slot, phase, buffers, some, STAGES, BN, CID, CONSUMERS
+        )
+    if some:
+        lowest, highest = limits(local, sequence, left, right, HAS_LEFT, HAS_RIGHT, BOTTOM_RIGHT)
+        padding = batch.to(gl.int64) * stride_bb + head.to(gl.int64) * stride_bh
+        rows = (lowest, highest, padding, stride_bn, scale, softcap, len_k)
+        mbarrier.wait(k_ready.index(slot), phase)
+        s = _product(q_s, k_s, slot, CID, PARTS, BM, BN, S)
+        s = warpgroup_mma_wait(0, deps=(s,))
+        mbarrier.arrive(k_empty.index(slot), count=1)
+        weights, m, sums, alpha = _softmax(
+            s, m, last, rows, bias, CUT, HAS_LEFT, PADDING, SOFTCAP, BM, BN, S
+        )
+        carried = (acc, m, sums, alpha, _packed(weights, dtype, BM, BN), slot, phase)
+        if HAS_RIGHT or PADDING:
+            carried = _attend(
+                carried, last, rest, buffers, rows, bias,
+                True, HAS_LEFT, PADDING, SOFTCAP, CID, CONSUMERS, PARTS, STAGES,
+                BM, BN, BLOCK_DV, S, OUT, P,
+            )  # fmt: skip
+        carried = _attend(
+            carried, rest, full, buffers, rows, bias,
+            False, HAS_LEFT, PADDING, SOFTCAP, CID, CONSUMERS, PARTS, STAGES,
+            BM, BN, BLOCK_DV, S, OUT, P,
+        )  # fmt: skip
+        if HAS_LEFT or PADDING:
+            carried = _attend(
+                carried, full, begin, buffers, rows, bias,
+                True, HAS_LEFT, PADDING, SOFTCAP, CID, CONSUMERS, PARTS, STAGES,
+                BM, BN, BLOCK_DV, S, OUT, P,
+            )  # fmt: skip
+        acc, m, sums, alpha, p, slot, phase = carried
+        z = gl.convert_layout(gl.sum(sums, axis=1), ROW)
+        mbarrier.wait(v_ready.index(slot), phase)
+        acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, OUT))[:, None]
+        v = v_s.index(slot).reshape([BN, BLOCK_DV])
+        acc = warpgroup_mma(_unpacked(p, dtype, BM, BN, P), v, acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+        mbarrier.arrive(v_empty.index(slot), count=1)
+        slot += 1
+        if slot == STAGES:
+            slot = 0
+            phase ^= 1
+    if queries and not SHARED_O:
+        mbarrier.arrive(q_empty.index(CID), count=1)
+    if all_end > all_begin:
+        slot, phase = pass_by(
+            begin, all_begin, slot, phase, buffers, some, STAGES, BN, CID, CONSUMERS
+        )
+    if SINKS:
+        z += gl.exp2(sink - gl.where(m == float("-inf"), 0.0, m))
+    empty = z == 0.0
+    share = 1.0 / gl.where(empty, 1.0, z)
+    acc = acc * gl.convert_layout(share, gl.SliceLayout(1, OUT))[:, None]
+    # What lay in the buffer has been read by its copy out.
+    tma.store_wait(0)
+    out = o_s.index(CID)
+    out.reshape([BM, BLOCK_DV]).store(acc.to(dtype))
+    fence_async_shared()
+    a, b, first_row = origin(batch, first_q, len_q, VARLEN)
+    store_tile(o_desc, [a, b, head, first_row + row, 0], out)
+    log_sum = gl.where(empty, float("-inf"), (m + gl.log2(z)) * LN2)
+    where = lse + head.to(gl.int64) * stride_lh + local
+    if VARLEN:
+        where += first_q
+    else:
+        where += batch.to(gl.int64) * stride_lb
+    gl.store(where, log_sum, mask=local < len_q)
+    if SHARED_O:
+        tma.store_wait(0)
+        if queries:
+            mbarrier.arrive(q_empty.index(CID), count=1)
+    return slot, phase, q_phase
+
+
+@gluon.jit
+def _consume(
+    given, schedule, total, ORDERED: gl.constexpr,
+    VARLEN: gl.constexpr, SOFTCAP: gl.constexpr, SINKS: gl.constexpr, PADDING: gl.constexpr,
+    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, BOTTOM_RIGHT: gl.constexpr,
+    EVEN_K: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BLOCK_DV: gl.constexpr,
+    PARTS: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, SHARED_O: gl.constexpr,
+    CID: gl.constexpr,
+):  # fmt: skip
+    buffers = given[7]
+    q_ready, handed = buffers[4], buffers[10]
     slot = 0
     phase = 0
     q_phase = 0
     if CID == CONSUMERS - 1:
         end_turn(CID, CONSUMERS)  # The first is the first consumer's.
-    first_turn, last_turn, step, t = turns(schedule, total)
-    for turn in range(first_turn, last_turn, step):
-        following_t = next_piece(schedule, turn, step)
-        batch, head, row_start, sequence = work(
-            t, cu_q, cu_k, numbers, schedule is not None, VARLEN, HAS_RIGHT, BM * CONSUMERS
-        )  # fmt: skip
-        first_q, len_q, _first_k, len_k = sequence
-        all_begin, all_end, some, last, rest, full, begin = own_keys(
-            row_start, batch, head, sequence, spans, numbers,
-            HAS_LEFT, HAS_RIGHT, BOTTOM_RIGHT, PADDING, BM, BN, CONSUMERS, CID,
-        )  # fmt: skip
-        row = row_start + CID * BM
-        local = row + gl.arange(0, BM, layout=ROW)
-        m = gl.full([BM], float("-inf"), gl.float32, layout=ROW)
-        z = gl.full([BM], 0.0, gl.float32, layout=ROW)
-        if SINKS:
-            # A sink is a logit without a value.
-            sink = gl.load(sinks + head).to(gl.float32) * LOG2E
-            m = gl.maximum(m, sink)
-        acc = gl.zeros([BM, BLOCK_DV], gl.float32, layout=OUT)
-        queries = _has_queries(all_begin, all_end, SHARED_O)
-        if queries:
-            mbarrier.wait(q_ready.index(CID), q_phase)
-            q_phase ^= 1
-        if all_end > all_begin:
-            first = (all_end - 1) // BN * BN
-            slot, phase = pass_by(
-                first + BN, last + BN, slot, phase, buffers, some, STAGES, BN, CID, CONSUMERS
-            )
-        if some:
-            lowest, highest = limits(
-                local, sequence, left, right, HAS_LEFT, HAS_RIGHT, BOTTOM_RIGHT
-            )
-            padding = batch.to(gl.int64) * stride_bb + head.to(gl.int64) * stride_bh
-            rows = (lowest, highest, padding, stride_bn, scale, softcap, len_k)
-            mbarrier.wait(k_ready.index(slot), phase)
-            s = _product(q_s, k_s, slot, CID, PARTS, BM, BN, S)
-            s = warpgroup_mma_wait(0, deps=(s,))
-            mbarrier.arrive(k_empty.index(slot), count=1)
-            weights, m, sums, alpha = _softmax(
-                s, m, last, rows, bias, CUT, HAS_LEFT, PADDING, SOFTCAP, BM, BN, S
-            )
-            state = (acc, m, sums, alpha, _packed(weights, dtype, BM, BN), slot, phase)
-            if HAS_RIGHT or PADDING:
-                state = _attend(
-                    state, last, rest, buffers, rows, bias,
-                    True, HAS_LEFT, PADDING, SOFTCAP, CID, CONSUMERS, PARTS, STAGES,
-                    BM, BN, BLOCK_DV, S, OUT, P,
-                )  # fmt: skip
-            state = _attend(
-                state, rest, full, buffers, rows, bias,
-                False, HAS_LEFT, PADDING, SOFTCAP, CID, CONSUMERS, PARTS, STAGES,
-                BM, BN, BLOCK_DV, S, OUT, P,
+    if ORDERED:
+        turn = 0
+        mbarrier.wait(q_ready.index(CID), 0)
+        t = told(handed, turn)
+        while t >= 0:
+            slot, phase, q_phase = _do_piece(
+                t, given, slot, phase, q_phase, ORDERED, True, VARLEN, SOFTCAP, SINKS, PADDING,
+                HAS_LEFT, HAS_RIGHT, BOTTOM_RIGHT, EVEN_K, BM, BN, BLOCK_DV, PARTS, STAGES,
+                CONSUMERS, SHARED_O, CID,
             )  # fmt: skip
-            if HAS_LEFT or PADDING:
-                state = _attend(
-                    state, full, begin, buffers, rows, bias,
-                    True, HAS_LEFT, PADDING, SOFTCAP, CID, CONSUMERS, PARTS, STAGES,
-                    BM, BN, BLOCK_DV, S, OUT, P,
-                )  # fmt: skip
-            acc, m, sums, alpha, p, slot, phase = state
-            z = gl.convert_layout(gl.sum(sums, axis=1), ROW)
-            mbarrier.wait(v_ready.index(slot), phase)
-            acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, OUT))[:, None]
-            v = v_s.index(slot).reshape([BN, BLOCK_DV])
-            acc = warpgroup_mma(_unpacked(p, dtype, BM, BN, P), v, acc, is_async=True)
-            acc = warpgroup_mma_wait(0, deps=(acc,))
-            mbarrier.arrive(v_empty.index(slot), count=1)
-            slot += 1
-            if slot == STAGES:
-                slot = 0
-                phase ^= 1
-        if all_end > all_begin:
-            if not SHARED_O:
-                mbarrier.arrive(q_empty.index(CID), count=1)
-            slot, phase = pass_by(
-                begin, all_begin, slot, phase, buffers, some, STAGES, BN, CID, CONSUMERS
-            )
-        if SINKS:
-            z += gl.exp2(sink - gl.where(m == float("-inf"), 0.0, m))
-        empty = z == 0.0
-        share = 1.0 / gl.where(empty, 1.0, z)
-        acc = acc * gl.convert_layout(share, gl.SliceLayout(1, OUT))[:, None]
-        # What lay in the buffer has been read by its copy out.
-        tma.store_wait(0)
-        out = o_s.index(CID)
-        out.reshape([BM, BLOCK_DV]).store(acc.to(dtype))
-        fence_async_shared()
-        a, b, first_row = origin(batch, first_q, len_q, VARLEN)
-        store_tile(o_desc, [a, b, head, first_row + row, 0], out)
-        log_sum = gl.where(empty, float("-inf"), (m + gl.log2(z)) * LN2)
-        where = lse + head.to(gl.int64) * stride_lh + local
-        if VARLEN:
-            where += first_q
-        else:
-            where += batch.to(gl.int64) * stride_lb
-        gl.store(where, log_sum, mask=local < len_q)
-        if SHARED_O:
-            tma.store_wait(0)
-            if queries:
-                mbarrier.arrive(q_empty.index(CID), count=1)
-        t = following_t
+            turn ^= 1
+            mbarrier.wait(q_ready.index(CID), q_phase)
+            t = told(handed, turn)
+    else:
+        first_turn, last_turn, step, t = turns(schedule, total)
+        for turn in range(first_turn, last_turn, step):
+            following_t = next_piece(schedule, turn, step)
+            slot, phase, q_phase = _do_piece(
+                t, given, slot, phase, q_phase, ORDERED, schedule is not None, VARLEN, SOFTCAP,
+                SINKS, PADDING, HAS_LEFT, HAS_RIGHT, BOTTOM_RIGHT, EVEN_K, BM, BN, BLOCK_DV,
+                PARTS, STAGES, CONSUMERS, SHARED_O, CID,
+            )  # fmt: skip
+            t = following_t
     tma.store_wait(0)
 
 
@@ -372,12 +443,13 @@ def forward_kernel(
     HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, BOTTOM_RIGHT: gl.constexpr,
     EVEN_K: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, PARTS: gl.constexpr,
     BLOCK_DV: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
-    SHARED_O: gl.constexpr,
+    SHARED_O: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
     """out and lse (natural log), as the portable `forward_kernel` gives them.
 
     query, key, value, out: descriptors of one block each, rank 5 (see `plan`); what the portable
-    kernel knows and this one doesn't (row_max, row_sum, slopes, seeds) is None.
+    kernel knows and this one doesn't (row_max, row_sum, slopes, seeds) is None. schedule: of
+    `schedule_of`, or, ORDERED, of `order_kernel`.
     """
     dtype: gl.constexpr = query.dtype
     PART: gl.constexpr = query.block_type.shape[4]
@@ -403,36 +475,45 @@ def forward_kernel(
         mbarrier.init(v_ready.index(s), count=1)
         mbarrier.init(v_empty.index(s), count=CONSUMERS)
     fence_async_shared()  # The copy engine counts on the barriers as well.
-    buffers = (q_s, k_s, v_s, o_s, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty)
+    handed = gl.allocate_shared_memory(gl.int32, [2, 32], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    buffers = (
+        q_s, k_s, v_s, o_s, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty, handed,
+    )  # fmt: skip
     numbers = (
         len_q, len_k, batch_heads, heads, blocks, side_by_side, left, right, span_b, span_h,
     )  # fmt: skip
     more = (stride_lb, stride_lh, stride_bb, stride_bh, stride_bn, scale, softcap, left, right)
-    given = (out, lse, bias, sinks, cu_q, cu_k, spans, buffers, schedule, numbers, more, total)
-    producing = (query, key, value, cu_q, cu_k, spans, buffers, schedule, numbers, group, total)
+    given = (out, lse, bias, sinks, cu_q, cu_k, spans, buffers, numbers, more)
+    place = (query, key, value, cu_q, cu_k, spans, buffers, numbers, group)
+    producing = (place, schedule, total)
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_consume, (given, VARLEN, SOFTCAP, SINKS, PADDING, HAS_LEFT, HAS_RIGHT,
-                            BOTTOM_RIGHT, EVEN_K, BM, BN, BLOCK_DV, PARTS, STAGES, 2, SHARED_O, 0)),
-                (_consume, (given, VARLEN, SOFTCAP, SINKS, PADDING, HAS_LEFT, HAS_RIGHT,
-                            BOTTOM_RIGHT, EVEN_K, BM, BN, BLOCK_DV, PARTS, STAGES, 2, SHARED_O, 1)),
-                (_produce, (producing, VARLEN, HAS_LEFT, HAS_RIGHT, BOTTOM_RIGHT, PADDING, BM, BN,
-                            PARTS, STAGES, 2, SHARED_O)),
+                (_consume, (given, schedule, total, ORDERED, VARLEN, SOFTCAP, SINKS, PADDING,
+                            HAS_LEFT, HAS_RIGHT, BOTTOM_RIGHT, EVEN_K, BM, BN, BLOCK_DV, PARTS,
+                            STAGES, 2, SHARED_O, 0)),
+                (_consume, (given, schedule, total, ORDERED, VARLEN, SOFTCAP, SINKS, PADDING,
+                            HAS_LEFT, HAS_RIGHT, BOTTOM_RIGHT, EVEN_K, BM, BN, BLOCK_DV, PARTS,
+                            STAGES, 2, SHARED_O, 1)),
+                (_produce, (producing, ORDERED, VARLEN, HAS_LEFT, HAS_RIGHT, BOTTOM_RIGHT, PADDING,
+                            BM, BN, PARTS, STAGES, 2, SHARED_O)),
             ],
             [4, 1], [240, 24],
         )  # fmt: skip
     else:
         gl.warp_specialize(
             [
-                (_consume, (given, VARLEN, SOFTCAP, SINKS, PADDING, HAS_LEFT, HAS_RIGHT,
-                            BOTTOM_RIGHT, EVEN_K, BM, BN, BLOCK_DV, PARTS, STAGES, 3, SHARED_O, 0)),
-                (_consume, (given, VARLEN, SOFTCAP, SINKS, PADDING, HAS_LEFT, HAS_RIGHT,
-                            BOTTOM_RIGHT, EVEN_K, BM, BN, BLOCK_DV, PARTS, STAGES, 3, SHARED_O, 1)),
-                (_consume, (given, VARLEN, SOFTCAP, SINKS, PADDING, HAS_LEFT, HAS_RIGHT,
-                            BOTTOM_RIGHT, EVEN_K, BM, BN, BLOCK_DV, PARTS, STAGES, 3, SHARED_O, 2)),
-                (_produce, (producing, VARLEN, HAS_LEFT, HAS_RIGHT, BOTTOM_RIGHT, PADDING, BM, BN,
-                            PARTS, STAGES, 3, SHARED_O)),
+                (_consume, (given, schedule, total, ORDERED, VARLEN, SOFTCAP, SINKS, PADDING,
+                            HAS_LEFT, HAS_RIGHT, BOTTOM_RIGHT, EVEN_K, BM, BN, BLOCK_DV, PARTS,
+                            STAGES, 3, SHARED_O, 0)),
+                (_consume, (given, schedule, total, ORDERED, VARLEN, SOFTCAP, SINKS, PADDING,
+                            HAS_LEFT, HAS_RIGHT, BOTTOM_RIGHT, EVEN_K, BM, BN, BLOCK_DV, PARTS,
+                            STAGES, 3, SHARED_O, 1)),
+                (_consume, (given, schedule, total, ORDERED, VARLEN, SOFTCAP, SINKS, PADDING,
+                            HAS_LEFT, HAS_RIGHT, BOTTOM_RIGHT, EVEN_K, BM, BN, BLOCK_DV, PARTS,
+                            STAGES, 3, SHARED_O, 2)),
+                (_produce, (producing, ORDERED, VARLEN, HAS_LEFT, HAS_RIGHT, BOTTOM_RIGHT, PADDING,
+                            BM, BN, PARTS, STAGES, 3, SHARED_O)),
             ],
             [4, 4, 1], [160, 160, 24],
         )  # fmt: skip

@@ -28,6 +28,28 @@ def next_piece(schedule, turn, step):
 
 
 @gluon.jit
+def next_in_order(order):
+    """The first piece that nobody has taken yet; -1: there are no more. See `order_kernel`."""
+    at = gl.atomic_add(order, 1)
+    return gl.load(order + 2 + at, mask=at < gl.load(order + 1), other=-1)
+
+
+@gluon.jit
+def tell(handed, turn, t):
+    """Leave a turn's piece for the consumers: the barrier that tells of its Q tells of this too."""
+    lanes: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    handed.index(turn).store(gl.full([32], t, gl.int32, layout=lanes))
+
+
+@gluon.jit
+def told(handed, turn):
+    """The turn's piece, as the producer's first lane wrote it: it is the one that arrives."""
+    lanes: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    first = gl.arange(0, 32, layout=lanes) == 0
+    return gl.sum(gl.where(first, handed.index(turn).load(lanes), 0), axis=0)
+
+
+@gluon.jit
 def work(
     t, cu_q, cu_k, numbers, SCHEDULED: gl.constexpr, VARLEN: gl.constexpr,
     HAS_RIGHT: gl.constexpr, ROWS: gl.constexpr,

@@ -19,6 +19,7 @@ import triton
 from torch import Tensor
 
 from fa_advisor.kernels.fp8 import E4M3
+from fa_advisor.kernels.hopper.order import order_kernel
 from fa_advisor.kernels.hopper.tiles import (
     BLOCK_N,
     CAPABILITY,
@@ -61,6 +62,11 @@ _MOST_SCHEDULED = 2**16
 _MOST_DEALT_AGAIN = 2**14
 # What a piece of work takes beside its tiles of keys, in such tiles.
 _COST_OF_A_TURN = 0.7
+# Of a tile's time, the share that goes with the number of consumers whose rows see it.
+_SHARED = 0.75
+# Packed sequences are put in order by one program: up to so many blocks of rows, of so many
+# different lengths, a chunk of them at a time.
+_MOST_ORDERED, _LEVELS, _CHUNK = 2**16, 128, 1024
 
 
 def refusal(kind: Kind, o: Options, q: Tensor, k: Tensor, v: Tensor) -> str | None:
@@ -126,7 +132,7 @@ def flat_layout(rank: int) -> Any:
 def forward(
     kind: Kind, o: Options, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
     row_strides: tuple[int, int], span_strides: tuple[int, int, int], x: Inputs,
-) -> Scheduled | None:  # fmt: skip
+) -> Scheduled | Ordered | None:  # fmt: skip
     """The launch of the Hopper kernel, or None where the portable one shall run."""
     if not available(q.device) or refusal(kind, o, q, k, v) is not None:
         return None
@@ -138,6 +144,8 @@ def forward(
     cut = tiles_of(kind.dim, kind.dim_v, uneven)
     varlen = kind.varlen
     pieces = deal(kind, o, cut, q)
+    order = _order(kind, o, cut, pieces, k) if varlen else None
+    grid = pieces.grid if order is None else min(pieces.total, processors(q.device))
     bm, bn = ROWS_OF_A_CONSUMER, cut.block_n
     described = {
         0: describe(q, varlen, bm, cut.part),
@@ -152,9 +160,10 @@ def forward(
         varlen, kind.softcap, x.sinks is not None, kind.bias == BOOLEAN, kind.has_left,
         kind.has_right, o.bottom_right, not varlen and o.max_seqlen_k % bn == 0,
         bm, bn, cut.parts, cut.block_dv, cut.stages, cut.consumers, cut.shared_out,
+        order is not None,
     )  # fmt: skip
     launch = Launch(
-        "hopper_forward", forward_kernel, lambda _: (pieces.grid, static),
+        "hopper_forward", forward_kernel, lambda _: (grid, static),
         Tile(bm, bn, 4, cut.stages), lambda _: described, adjustable=False,
         describe=TensorDescriptor,
     )  # fmt: skip
@@ -163,9 +172,11 @@ def forward(
     bias = x.bias.view(torch.uint8) if x.bias is not None else None
     pointers = (
         q, k, v, out, lse, None, None, bias, spans, x.sinks, None, x.cu_seqlens_q, x.cu_seqlens_k,
-        None, pieces.schedule,
+        None, pieces.schedule if order is None else order.empty(q.device),
     )  # fmt: skip
-    return Scheduled(launch, pieces.schedule) if compiles(launch, q.device, pointers) else None
+    if not compiles(launch, q.device, pointers):
+        return None
+    return Scheduled(launch, pieces.schedule) if order is None else Ordered(launch, order)
 
 
 class Pieces(NamedTuple):
@@ -186,11 +197,11 @@ def deal(kind: Kind, o: Options, cut: Tiles, q: Tensor) -> Pieces:
     blocks = int(triton.cdiv(o.max_seqlen_q, ROWS_OF_A_CONSUMER * cut.consumers))
     batch_heads = kind.batch * kind.heads
     total = blocks * batch_heads
-    side_by_side = _side_by_side(kind, o, q.element_size())
+    side_by_side = _side_by_side(kind, o.max_seqlen_k, q.element_size())
     grid = min(total, processors(q.device))
     schedule = None
-    if kind.has_left or kind.has_right or kind.varlen:
-        costs = None if kind.varlen else [_cost(kind, o, block, cut) for block in range(blocks)]
+    costs = None if kind.varlen else [_cost(kind, o, block, cut) for block in range(blocks)]
+    if costs is None or len(set(costs)) > 1:
         if costs is None or total > _MOST_SCHEDULED or torch.cuda.is_current_stream_capturing():
             grid = total  # Then the GPU hands the pieces out, as processors are free for them.
         else:
@@ -199,9 +210,9 @@ def deal(kind: Kind, o: Options, cut: Tiles, q: Tensor) -> Pieces:
     return Pieces(blocks, total, side_by_side, grid, schedule)
 
 
-def _side_by_side(kind: Kind, o: Options, element_bytes: int) -> int:
+def _side_by_side(kind: Kind, keys: int, element_bytes: int) -> int:
     """How many query heads run side by side: their keys and values shall stay in L2."""
-    bytes_a_head = max(1, o.max_seqlen_k * (kind.dim + kind.dim_v) * element_bytes)
+    bytes_a_head = max(1, keys * (kind.dim + kind.dim_v) * element_bytes)
     heads = max(1, _BYTES_SIDE_BY_SIDE // bytes_a_head) * kind.group
     if not (kind.has_left or kind.has_right):
         heads = min(heads, max(_MOST_SIDE_BY_SIDE, kind.group))
@@ -211,7 +222,7 @@ def _side_by_side(kind: Kind, o: Options, element_bytes: int) -> int:
 def _cost(kind: Kind, o: Options, block: int, cut: Tiles) -> float:
     """The time that a block's rows take, in tiles of keys of all its consumers."""
     shift = o.max_seqlen_k - o.max_seqlen_q if o.bottom_right else 0
-    tiles = 0
+    tiles = []
     for consumer in range(block * cut.consumers, (block + 1) * cut.consumers):
         first = consumer * ROWS_OF_A_CONSUMER
         begin, end = 0, o.max_seqlen_k if first < o.max_seqlen_q else 0
@@ -219,8 +230,29 @@ def _cost(kind: Kind, o: Options, block: int, cut: Tiles) -> float:
             end = max(min(end, first + ROWS_OF_A_CONSUMER + shift + kind.right), 0)
         if kind.has_left:
             begin = max(first + shift - kind.left, 0) // cut.block_n * cut.block_n
-        tiles += max(0, -(-(end - begin) // cut.block_n))
-    return _COST_OF_A_TURN + tiles / cut.consumers
+        tiles.append(max(0, -(-(end - begin) // cut.block_n)))
+    mean = sum(tiles) / len(tiles)
+    return _COST_OF_A_TURN + _SHARED * mean + (1 - _SHARED) * max(tiles)
+
+
+def _order(kind: Kind, o: Options, cut: Tiles, pieces: Pieces, k: Tensor) -> Order | None:
+    """How packed sequences are put in order; None where there are too many blocks of rows."""
+    entries = kind.batch * pieces.blocks
+    if entries > _MOST_ORDERED:
+        return None
+    tiles = triton.cdiv(o.max_seqlen_k, cut.block_n)
+    static = (
+        entries, pieces.blocks, kind.heads,
+        min(_side_by_side(kind, k.shape[0], k.element_size()), kind.heads),
+        max(0, (tiles // (_LEVELS - 1)).bit_length()), kind.left, kind.right,
+        kind.has_left, kind.has_right, o.bottom_right, ROWS_OF_A_CONSUMER * cut.consumers,
+        cut.block_n, _LEVELS, _CHUNK,
+    )  # fmt: skip
+    launch = Launch(
+        "hopper_order", order_kernel, lambda _: (1, static), Tile(_CHUNK, 1, 8, 1),
+        adjustable=False,
+    )  # fmt: skip
+    return Order(launch, 2 + entries * kind.heads + _LEVELS)
 
 
 def schedule_of(
@@ -316,6 +348,30 @@ class Scheduled(NamedTuple):
             _captured.append(schedule)
         elif torch._C._cuda_getCurrentRawStream(device):  # Not the default stream.
             schedule.record_stream(torch.cuda.current_stream(device))
+
+
+class Order(NamedTuple):
+    """The launch that puts packed sequences' pieces in order, in so many words."""
+
+    launch: Launch
+    words: int
+
+    def empty(self, device: torch.device) -> Tensor:
+        """Room for an order."""
+        return torch.empty(self.words, dtype=torch.int32, device=device)
+
+
+class Ordered(NamedTuple):
+    """A forward's launch on packed sequences, called as `Scheduled` is: the order first."""
+
+    launch: Launch
+    order: Order
+
+    def __call__(self, device: int, *pointers: Any) -> None:
+        cu_q, cu_k = pointers[11:13]
+        order = self.order.empty(cu_q.device)
+        self.order.launch(device, order, cu_q, cu_k)
+        self.launch(device, *pointers, order)
 
 
 class Backward(NamedTuple):

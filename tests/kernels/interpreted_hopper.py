@@ -17,6 +17,7 @@ from torch import Tensor
 from fa_advisor.kernels.fp8 import E4M3, Descales
 from fa_advisor.kernels.hopper import backward as kernels
 from fa_advisor.kernels.hopper import fp8_plan, plan
+from fa_advisor.kernels.hopper.order import order_kernel
 from fa_advisor.kernels.kinds import Inputs, Options, kind_of, like
 
 HEADS = 2
@@ -203,3 +204,45 @@ def test_values_are_turned_over_in_the_order_of_a_products_registers(packed: boo
                 expected[:dim, slot] = rows[key]
             at = (0 if packed else sequence, head, slice(None), slice(first, first + tiles))
             assert torch.equal(found[at], expected), (sequence, head)
+
+
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (70, 0), (100, -1)])
+@pytest.mark.parametrize("side_by_side", [1, 2, 5])
+def test_packed_sequences_are_put_in_order(window: tuple[int, int], side_by_side: int) -> None:
+    heads, rows, tile, blocks, levels = 5, 128, 64, 9, 16
+    lengths = ((1100, 1100), (0, 40), (129, 700), (1, 0), (128, 64), (40, 900))
+    cu_q, cu_k = (
+        torch.tensor([0, *(pair[i] for pair in lengths)]).cumsum(0).int() for i in range(2)
+    )
+    entries = len(lengths) * blocks
+    order = torch.full((2 + entries * heads + levels,), -1, dtype=torch.int32)
+    left, right = window
+    order_kernel[(1,)](
+        order, cu_q, cu_k, entries, blocks, heads, side_by_side, 1, max(left, 0), max(right, 0),
+        left >= 0, right >= 0, True, rows, tile, levels, 16,
+    )  # fmt: skip
+
+    def tiles(sequence: int, block: int) -> int:
+        len_q, len_k = lengths[sequence]
+        row = block * rows + len_k - len_q
+        end = min(len_k, max(row + rows + right, 0)) if right >= 0 else len_k
+        begin = max(row - left, 0) // tile * tile if left >= 0 else 0
+        return max(0, -(-(end - begin) // tile)) >> 1
+
+    existing = [
+        (sequence * heads + head) * blocks + block
+        for sequence, (length, _) in enumerate(lengths)
+        for head in range(heads)
+        for block in range(-(-length // rows))
+    ]
+    taken, count, *pieces = order[: 2 + len(existing)].tolist()
+    assert taken == 0 and count == len(existing) and sorted(pieces) == sorted(existing)
+    groups = [piece // blocks % heads // side_by_side for piece in pieces]
+    assert groups == sorted(groups)
+    for group in set(groups):
+        costs = [
+            tiles(piece // blocks // heads, piece % blocks)
+            for piece, own in zip(pieces, groups, strict=True)
+            if own == group
+        ]
+        assert costs == sorted(costs, reverse=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from contextlib import nullcontext
 from typing import Any
 
@@ -58,9 +59,25 @@ def run(launch: Any, _: int, *pointers: Any) -> None:
         threaded.launch(kernel, grid, pointers, static, launch._descriptors(launch._tile))
     elif launch._name == "hopper_transpose":
         turn_over(*pointers, *static)
+    elif launch._name == "hopper_order":
+        in_order(*pointers, *static)
     else:
         assert launch._name == "spans"
         spans_of(*pointers)
+
+
+def in_order(order: torch.Tensor, cu: torch.Tensor, _: torch.Tensor, *static: Any) -> None:
+    """An order of the pieces that there are; interpreted_hopper.py has `order_kernel`'s."""
+    _entries, blocks, heads = static[:3]
+    rows = static[10]
+    pieces = [
+        (sequence * heads + head) * blocks + block
+        for sequence, length in enumerate(cu.diff().tolist())
+        for head in range(heads)
+        for block in range(-(-length // rows))
+    ]
+    random.shuffle(pieces)
+    order[: len(pieces) + 2] = torch.tensor([0, len(pieces), *pieces])
 
 
 def turn_over(
@@ -134,7 +151,9 @@ def assert_forward_agrees(case: Case, dtype: torch.dtype = torch.bfloat16) -> No
     given = {name: x.detach() for name, x in inputs(case, "cpu", dtype).items()}
     x, options = planned(case, given)
     made = launches.forward(x, options)
-    assert made.launch is None or isinstance(made.launch, plan.Scheduled), "not Hopper's"
+    assert made.launch is None or isinstance(made.launch, (plan.Scheduled, plan.Ordered)), (
+        "not Hopper's"
+    )
     out, lse, _ = made(x)
     assert_near(case, given, out, lse, 6e-3)
 
@@ -264,7 +283,7 @@ def test_the_forward_on_eight_bits_with_every_feature(case: Case) -> None:
         ),
         # Two phases of a barrier are taken for one.
         ("consumers", "            phase ^= 1\n    return slot, phase", "    return slot, phase"),
-        ("forward", "        fence_async_shared()\n        a, b, first_row", "        a, b, first_row"),
+        ("forward", "    fence_async_shared()\n    a, b, first_row", "    a, b, first_row"),
         # A tile that only others see isn't told of, or no turn is taken for it.
         (
             "consumers",
@@ -279,9 +298,7 @@ def test_the_forward_on_eight_bits_with_every_feature(case: Case) -> None:
         "a turn too many",
     ],
 )  # fmt: skip
-def test_a_fault_shows(
-    file: str, healthy: str, ill: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fault_shows(file: str, healthy: str, ill: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The threads find what would be a race or a hang on a GPU."""
     monkeypatch.setattr(threaded, "PATIENCE_S", 1.0)
     monkeypatch.setattr(threaded, "OFTEN", 0.5)

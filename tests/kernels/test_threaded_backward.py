@@ -151,6 +151,9 @@ CASES = {
         batch=1, len_q=300, len_k=130, head_dim=64, is_causal=True, bottom_right=True
     ),
     "window": Case(batch=1, len_q=420, len_k=390, head_dim=128, window=(70, 30)),
+    "window to the left, whole tiles": Case(
+        batch=1, len_q=512, len_k=512, head_dim=64, window=(100, -1)
+    ),
     "grouped": Case(batch=1, heads=6, kv_heads=2, len_q=140, len_k=200, head_dim=96),
     "packed": Case(
         heads=2, lengths=((140, 140), (0, 70), (30, 0), (1, 1), (200, 90)), head_dim=64
@@ -163,6 +166,9 @@ CASES = {
     "192 and 128": Case(batch=1, len_q=140, len_k=200, head_dim=192, value_dim=128),
     "head dim 256": Case(batch=1, len_q=190, len_k=150, head_dim=256, is_causal=True),
     "head dim 256, window": Case(batch=1, len_q=190, len_k=250, head_dim=256, window=(40, 9)),
+    "head dim 256, window to the left": Case(
+        batch=1, len_q=448, len_k=256, head_dim=256, window=(100, -1)
+    ),
     "head dim 256, packed": Case(heads=2, kv_heads=1, lengths=((70, 130), (9, 65)), head_dim=256),
 }  # fmt: skip
 
