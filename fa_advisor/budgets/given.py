@@ -64,7 +64,7 @@ def given_on(
 
 
 def _forward(problem: Problem) -> Given:
-    cut = tiles_of(problem.head_dim, problem.value_head_dim, problem.is_causal)
+    cut = tiles_of(problem.head_dim, problem.value_head_dim)
     rows, wide = ROWS_OF_A_CONSUMER * cut.consumers, cut.part * cut.parts
     smem = {
         "Q": rows * wide * 2,

@@ -51,8 +51,7 @@ def usage(kernel: str, dim: int, dim_v: int, dtype: str, call: str) -> Usage:
 def forward_usage(dim: int, dim_v: int, dtype: str, call: str) -> Usage:
     """What the forward kernel takes with its tiles. Raises what the compiler does."""
     given = CALLS[call]
-    uneven = bool(given.get("HAS_RIGHT") or given.get("HAS_LEFT"))
-    cut = tiles_of(dim, dim_v, uneven)
+    cut = tiles_of(dim, dim_v)
     bm, bn = ROWS_OF_A_CONSUMER, cut.block_n
     constants: dict[str, Any] = {
         **dict.fromkeys(_FLAGS, False), "EVEN_K": True, **given,
@@ -67,7 +66,7 @@ def forward_usage(dim: int, dim_v: int, dtype: str, call: str) -> Usage:
     pointers = {"lse": "*fp32"}
     if constants["VARLEN"]:
         pointers |= {"cu_q": "*i32", "cu_k": "*i32", "schedule": "*i32"}
-    elif uneven:
+    elif given.get("HAS_RIGHT") or given.get("HAS_LEFT"):
         pointers["schedule"] = "*i32"
     if constants["PADDING"]:
         pointers |= {"bias": "*u8", "spans": "*i32"}

@@ -52,19 +52,20 @@ def end_turn(CID: gl.constexpr, CONSUMERS: gl.constexpr):
 
 @gluon.jit
 def pass_by(
-    high, low, slot, phase, buffers, some, STAGES: gl.constexpr, BN: gl.constexpr,
-    CID: gl.constexpr, CONSUMERS: gl.constexpr,
+    high, low, slot, phase, buffers, some, TURNS: gl.constexpr, STAGES: gl.constexpr,
+    BN: gl.constexpr, CID: gl.constexpr, CONSUMERS: gl.constexpr,
 ):  # fmt: skip
     """Let the tiles of keys in [low, high) go, which only other consumers' rows see.
 
-    some: whether this one's see any. Of each piece all consumers take as many turns: one less than
-    there are tiles.
+    some: whether this one's rows see any of the piece. TURNS: whether consumers take turns, of a
+    piece all as many: one less than it has tiles.
     """
     k_ready, k_empty, v_ready, v_empty = buffers[6], buffers[7], buffers[8], buffers[9]
     for tile in range(low, high, BN):
-        if some | (tile > low):
-            take_turn(CID)
-            end_turn(CID, CONSUMERS)
+        if TURNS:  # noqa: SIM102 (a constexpr alone is left out when compiled)
+            if some | (tile > low):
+                take_turn(CID)
+                end_turn(CID, CONSUMERS)
         # Not before they have come: a barrier must not be told of the next round in this one.
         mbarrier.wait(k_ready.index(slot), phase)
         mbarrier.arrive(k_empty.index(slot), count=1)

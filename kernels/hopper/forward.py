@@ -250,9 +250,8 @@ def _attend(
         mbarrier.wait(k_ready.index(following), next_phase)
         take_turn(CID)
         s = _product(q_s, k_s, following, CID, PARTS, BM, BN, S)
-        # The wait keeps O's rescaling behind the product's start, which hides it.
-        mbarrier.wait(v_ready.index(slot), phase)
         acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, OUT))[:, None]
+        mbarrier.wait(v_ready.index(slot), phase)
         v = v_s.index(slot).reshape([BN, BLOCK_DV])
         acc = warpgroup_mma(_unpacked(p, q_s.dtype, BM, BN, P), v, acc, is_async=True)
         end_turn(CID, CONSUMERS)
@@ -315,7 +314,7 @@ def _do_piece(
     if all_end > all_begin:
         first = (all_end - 1) // BN * BN
         slot, phase = pass_by(
-            first + BN, last + BN, slot, phase, buffers, some, STAGES, BN, CID, CONSUMERS
+            first + BN, last + BN, slot, phase, buffers, some, True, STAGES, BN, CID, CONSUMERS
         )
     if some:
         lowest, highest = limits(local, sequence, left, right, HAS_LEFT, HAS_RIGHT, BOTTOM_RIGHT)
@@ -362,7 +361,7 @@ def _do_piece(
         mbarrier.arrive(q_empty.index(CID), count=1)
     if all_end > all_begin:
         slot, phase = pass_by(
-            begin, all_begin, slot, phase, buffers, some, STAGES, BN, CID, CONSUMERS
+            begin, all_begin, slot, phase, buffers, some, True, STAGES, BN, CID, CONSUMERS
         )
     if SINKS:
         z += gl.exp2(sink - gl.where(m == float("-inf"), 0.0, m))

@@ -19,10 +19,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from fa_advisor.kernels.hopper.common import accumulator, cheap_tanh, origin
 from fa_advisor.kernels.hopper.compat import load_tile, store_tile
 from fa_advisor.kernels.hopper.consumers import (
-    end_turn,
     pass_by,
     row_maximum,
-    take_turn,
     unless,
 )
 from fa_advisor.kernels.hopper.pieces import (
@@ -210,7 +208,7 @@ def _added(acc, alpha, part, v_empty):
 def _attend(
     state, high, low, buffers, rows,
     MASKED: gl.constexpr, HAS_LEFT: gl.constexpr, SOFTCAP: gl.constexpr,
-    CID: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
+    CID: gl.constexpr, STAGES: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BLOCK_DV: gl.constexpr,
     S: gl.constexpr, OUT: gl.constexpr, P: gl.constexpr,
 ):  # fmt: skip
@@ -230,13 +228,11 @@ def _attend(
             next_phase = phase ^ 1
         p = _operand(words, q_s.dtype, P)
         mbarrier.wait(k_ready.index(following), next_phase)
-        take_turn(CID)
         s = _product(q_s, k_s, following, CID, BM, BN, S)
         mbarrier.wait(v_ready.index(slot), phase)
         part = gl.zeros([BM, BLOCK_DV], gl.float32, layout=OUT)
         v = v_s.index(slot).reshape([BLOCK_DV, BN]).permute((1, 0))
         part = warpgroup_mma(p, v, part, use_acc=False, is_async=True)
-        end_turn(CID, CONSUMERS)
         s = warpgroup_mma_wait(1, deps=(s,))
         mbarrier.arrive(k_empty.index(following), count=1)
         weights, m, next_alpha = _softmax(s, m, high - back, rows, MASKED, HAS_LEFT, SOFTCAP, BN, S)
@@ -291,8 +287,6 @@ def _consume(
     slot = 0
     phase = 0
     q_phase = 0
-    if CID == CONSUMERS - 1:
-        end_turn(CID, CONSUMERS)  # The first is the first consumer's.
     first_turn, last_turn, step, t = turns(schedule, total)
     for turn in range(first_turn, last_turn, step):
         following_t = next_piece(schedule, turn, step)
@@ -318,7 +312,7 @@ def _consume(
             q_phase ^= 1
             first = (all_end - 1) // BN * BN
             slot, phase = pass_by(
-                first + BN, last + BN, slot, phase, buffers, some, STAGES, BN, CID, CONSUMERS
+                first + BN, last + BN, slot, phase, buffers, some, False, STAGES, BN, CID, CONSUMERS
             )
         if some:
             lowest, highest = limits(
@@ -339,19 +333,16 @@ def _consume(
             if HAS_RIGHT:
                 state = _attend(
                     state, last, rest, buffers, rows,
-                    True, HAS_LEFT, SOFTCAP, CID, CONSUMERS, STAGES,
-                    BM, BN, BLOCK_DV, S, OUT, P,
+                    True, HAS_LEFT, SOFTCAP, CID, STAGES, BM, BN, BLOCK_DV, S, OUT, P,
                 )  # fmt: skip
             state = _attend(
                 state, rest, full, buffers, rows,
-                False, HAS_LEFT, SOFTCAP, CID, CONSUMERS, STAGES,
-                    BM, BN, BLOCK_DV, S, OUT, P,
+                False, HAS_LEFT, SOFTCAP, CID, STAGES, BM, BN, BLOCK_DV, S, OUT, P,
             )  # fmt: skip
             if HAS_LEFT:
                 state = _attend(
                     state, full, begin, buffers, rows,
-                    True, HAS_LEFT, SOFTCAP, CID, CONSUMERS, STAGES,
-                    BM, BN, BLOCK_DV, S, OUT, P,
+                    True, HAS_LEFT, SOFTCAP, CID, STAGES, BM, BN, BLOCK_DV, S, OUT, P,
                 )  # fmt: skip
             acc, m, lane_z, alpha, words, slot, phase = state
             z = gl.convert_layout(gl.sum(lane_z, axis=1), ROW)
@@ -368,7 +359,7 @@ def _consume(
         if all_end > all_begin:
             mbarrier.arrive(q_empty.index(CID), count=1)
             slot, phase = pass_by(
-                begin, all_begin, slot, phase, buffers, some, STAGES, BN, CID, CONSUMERS
+                begin, all_begin, slot, phase, buffers, some, False, STAGES, BN, CID, CONSUMERS
             )
         if SINKS:
             z += gl.exp2(sink - gl.where(m == float("-inf"), 0.0, m) + HEADROOM)

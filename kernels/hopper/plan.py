@@ -140,8 +140,7 @@ def forward(
 
     from fa_advisor.kernels.hopper.forward import forward_kernel
 
-    uneven = kind.has_left or kind.has_right
-    cut = tiles_of(kind.dim, kind.dim_v, uneven)
+    cut = tiles_of(kind.dim, kind.dim_v)
     varlen = kind.varlen
     pieces = deal(kind, o, cut, q)
     order = _order(kind, o, cut, pieces, k) if varlen else None
@@ -243,7 +242,7 @@ def _order(kind: Kind, o: Options, cut: Tiles, pieces: Pieces, k: Tensor) -> Ord
     tiles = triton.cdiv(o.max_seqlen_k, cut.block_n)
     static = (
         entries, pieces.blocks, kind.heads,
-        min(_side_by_side(kind, k.shape[0], k.element_size()), kind.heads),
+        _alike(kind, _side_by_side(kind, k.shape[0], k.element_size())),
         max(0, (tiles // (_LEVELS - 1)).bit_length()), kind.left, kind.right,
         kind.has_left, kind.has_right, o.bottom_right, ROWS_OF_A_CONSUMER * cut.consumers,
         cut.block_n, _LEVELS, _CHUNK,
@@ -348,6 +347,12 @@ class Scheduled(NamedTuple):
             _captured.append(schedule)
         elif torch._C._cuda_getCurrentRawStream(device):  # Not the default stream.
             schedule.record_stream(torch.cuda.current_stream(device))
+
+
+def _alike(kind: Kind, side_by_side: int) -> int:
+    """A few heads more, so that the last ones aren't left to themselves."""
+    groups = max(1, kind.heads // side_by_side)
+    return int(triton.cdiv(kind.heads // kind.group, groups)) * kind.group
 
 
 class Order(NamedTuple):

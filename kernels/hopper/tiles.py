@@ -27,16 +27,13 @@ class Tiles(NamedTuple):
     shared_out: bool
 
 
-def tiles_of(dim: int, dim_v: int, uneven: bool) -> Tiles:
-    """The tiles for a query's and a value's head dim, up to 256 each.
-
-    uneven: rows see more or fewer keys than others, so that smaller pieces of work are better.
-    """
+def tiles_of(dim: int, dim_v: int) -> Tiles:
+    """The tiles for a query's and a value's head dim, up to 256 each."""
     part, parts = next(p for limit, p in _PARTS if dim <= limit)
     block_dv = next(size for size in (64, 128, 256) if dim_v <= size)
     widest = max(part * parts, block_dv)
     if widest <= 64:
-        return Tiles(part, parts, block_dv, 128, 3, 2 if uneven else 3, shared_out=False)
+        return Tiles(part, parts, block_dv, 128, 3, 3, shared_out=False)
     if widest <= 128:
         return Tiles(part, parts, block_dv, 128, 2, 2, shared_out=False)
     return Tiles(part, parts, block_dv, 64, 2, 2, shared_out=part == block_dv == 256)

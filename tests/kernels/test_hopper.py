@@ -217,7 +217,7 @@ def test_what_the_forward_leaves(q: torch.Tensor, k: torch.Tensor) -> None:
 @pytest.mark.parametrize("dim", range(33, 257))
 def test_the_tiles_hold_every_head_dim(dim: int) -> None:
     for other in (33, 64, 96, 128, 192, 256):
-        cut = plan.tiles_of(dim, other, uneven=False)
+        cut = plan.tiles_of(dim, other)
         assert cut.part * cut.parts >= dim
         assert cut.block_dv >= other
         rows = plan.ROWS_OF_A_CONSUMER * cut.consumers

@@ -290,8 +290,8 @@ def test_the_forward_on_eight_bits_with_every_feature(case: Case) -> None:
             "        mbarrier.arrive(v_empty.index(slot), count=1)\n        slot",
             "        slot",
         ),
-        ("consumers", "            end_turn(CID, CONSUMERS)\n", "            pass\n"),
-        ("consumers", "        if some | (tile > low):\n", "        if tile >= low:\n"),
+        ("consumers", "                end_turn(CID, CONSUMERS)\n", "                pass\n"),
+        ("consumers", "            if some | (tile > low):\n", "            if tile >= low:\n"),
     ],
     ids=[
         "given back early", "a phase left out", "no fence", "never given back", "a turn not ended",
