@@ -8,7 +8,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 
 @gluon.jit
-def unless(s, offset, limit, PASSES: gl.constexpr):
+def _unless(s, offset, limit, PASSES: gl.constexpr):
     """Logits, or -inf where an offset passes ("lt", "gt") the limit.
 
     As one step: compared by itself, a tile gives more predicates than there are registers for.
@@ -19,6 +19,25 @@ def unless(s, offset, limit, PASSES: gl.constexpr):
     return gl.inline_asm_elementwise(
         CODE, "=f,f,r,r", [s, offset, limit], dtype=gl.float32, is_pure=True, pack=1
     )
+
+
+@gluon.jit
+def cut(s, limit, PASSES: gl.constexpr):
+    """Logits, or -inf in the columns that pass ("gt", "lt") their row's limit.
+
+    A thread's columns are 8 n + 2 c + (0, 1) with c its own: so n is a constant to compare with.
+    """
+    BM: gl.constexpr = s.shape[0]
+    BN: gl.constexpr = s.shape[1]
+    S: gl.constexpr = s.type.layout
+    s = s.reshape([BM, BN // 8, 8])
+    PARTS: gl.constexpr = s.type.layout
+    eights = gl.arange(0, BN // 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, PARTS))) * 8
+    among = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(1, PARTS)))
+    limit = gl.convert_layout(limit, gl.SliceLayout(1, gl.SliceLayout(2, PARTS)))
+    left = limit[:, None, None] - among[None, None, :]
+    s = _unless(s, eights[None, :, None], left, PASSES)
+    return gl.convert_layout(s.reshape([BM, BN]), S)
 
 
 @gluon.jit

@@ -21,11 +21,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from fa_advisor.kernels.hopper.common import accumulator, cheap_tanh, origin
 from fa_advisor.kernels.hopper.compat import load_tile, store_tile
 from fa_advisor.kernels.hopper.consumers import (
+    cut,
     end_turn,
     pass_by,
     row_maximum,
     take_turn,
-    unless,
 )
 from fa_advisor.kernels.hopper.pieces import (
     keys_of,
@@ -175,12 +175,11 @@ def _softmax(
         s = cheap_tanh(s * (scale / softcap)) * softcap
         factor = LOG2E
     if MASKED:
-        offsets = gl.arange(0, BN, layout=gl.SliceLayout(0, S))
-        s = unless(s, offsets[None, :], (highest - start)[:, None], "gt")
+        s = cut(s, highest - start, "gt")
         if HAS_LEFT:
-            s = unless(s, offsets[None, :], (lowest - start)[:, None], "lt")
+            s = cut(s, lowest - start, "lt")
         if PADDING:
-            cols = start + offsets
+            cols = start + gl.arange(0, BN, layout=gl.SliceLayout(0, S))
             shown = gl.load(
                 bias + padding + cols.to(gl.int64) * stride_bn, mask=cols < len_k, other=0
             )

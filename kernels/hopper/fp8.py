@@ -18,11 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from fa_advisor.kernels.hopper.common import accumulator, cheap_tanh, origin
 from fa_advisor.kernels.hopper.compat import load_tile, store_tile
-from fa_advisor.kernels.hopper.consumers import (
-    pass_by,
-    row_maximum,
-    unless,
-)
+from fa_advisor.kernels.hopper.consumers import cut, pass_by, row_maximum
 from fa_advisor.kernels.hopper.pieces import (
     keys_of,
     limits,
@@ -112,25 +108,6 @@ def _product(
 
 
 @gluon.jit
-def _cut(s, limit, PASSES: gl.constexpr):
-    """Logits, or -inf in the columns that pass ("gt", "lt") their row's limit.
-
-    A thread's columns are 8 n + 2 c + (0, 1) with c its own: so n is a constant to compare with.
-    """
-    BM: gl.constexpr = s.shape[0]
-    BN: gl.constexpr = s.shape[1]
-    S: gl.constexpr = s.type.layout
-    s = s.reshape([BM, BN // 8, 8])
-    PARTS: gl.constexpr = s.type.layout
-    eights = gl.arange(0, BN // 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, PARTS))) * 8
-    among = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(1, PARTS)))
-    limit = gl.convert_layout(limit, gl.SliceLayout(1, gl.SliceLayout(2, PARTS)))
-    left = limit[:, None, None] - among[None, None, :]
-    s = unless(s, eights[None, :, None], left, PASSES)
-    return gl.convert_layout(s.reshape([BM, BN]), S)
-
-
-@gluon.jit
 def _softmax(
     s, m, start, rows,
     MASKED: gl.constexpr, HAS_LEFT: gl.constexpr, SOFTCAP: gl.constexpr,
@@ -143,9 +120,9 @@ def _softmax(
         s = cheap_tanh(s * (scale / softcap)) * softcap
         factor = LOG2E
     if MASKED:
-        s = _cut(s, highest - start, "gt")
+        s = cut(s, highest - start, "gt")
         if HAS_LEFT:
-            s = _cut(s, lowest - start, "lt")
+            s = cut(s, lowest - start, "lt")
     new = gl.maximum(m, row_maximum(s, s.shape[0], BN, gl.SliceLayout(1, S)) * factor)
     base = new
     if MASKED:
