@@ -27,11 +27,12 @@ UNSEEN = Op("", Kind.OTHER, False, "")
 class Joiner:
     """Joins step after step. `owners` carries over who holds the blocks that no storage claims.
 
-    `workspace_bytes`: a block of just this size that was there before anything was recorded is
-    cuBLAS's workspace. `ours`: path prefixes of frames that aren't the user's.
+    `workspaces`: a block of just such a size that was there before anything was recorded, and that
+    no tensor claims, is a workspace of cuBLAS's or cuBLASLt's. `ours`: path prefixes of frames that
+    aren't the user's.
     """
 
-    workspace_bytes: int = 0
+    workspaces: frozenset[int] = frozenset()
     ours: tuple[str, ...] = ()
     owners: dict[int, Storage] = field(default_factory=dict)
     _next_sid: int = -1
@@ -112,10 +113,10 @@ class Joiner:
     def _from_before(self, given: Given, frames: Frames) -> Storage:
         source = user_line(frames, self.ours)
         storage = self._made(given, Run(UNSEEN, NOWHERE, Phase.FORWARD, source))
-        if given.requested == self.workspace_bytes:
+        if given.requested in self.workspaces:
             storage.label = "workspace"
         else:
-            storage.unseen = True
+            storage.unseen = storage.earlier = True
         return storage
 
     def _inside(self, given: Given, run: Run, frames: Frames) -> Storage:

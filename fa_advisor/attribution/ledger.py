@@ -13,20 +13,12 @@ from fa_advisor.attribution.allocator import CachingAllocator, rounded
 from fa_advisor.attribution.attention import AttentionMatcher
 from fa_advisor.attribution.replay import Above
 from fa_advisor.attribution.storage import Call, Origin, Shape, Storage
+from fa_advisor.attribution.workspaces import Workspaces
 from fa_advisor.probes.events import Code, Event, Kind, Op, Phase, Scope
-from fa_advisor.records import Category, DeviceSpec
+from fa_advisor.records import Category
 
 # A stream without step boundaries (inference in a loop) is cut after this many entries.
 LOG_LIMIT = 400_000
-
-# Seen on an H200 with torch 2.11: the first addmm takes this much beside cuBLAS's workspace.
-CUBLASLT_WORKSPACE = 1 << 20
-
-
-def cublas_workspace_bytes(device: DeviceSpec) -> int:
-    """cuBLAS's workspace for a handle and stream, as torch asks for it (CUDABlas' defaults)."""
-    return 32 * 2**20 if device.capability[0] == 9 else 8_519_680
-
 
 NOWHERE = Scope("", "", 0)
 _OF_STORAGES = frozenset((Code.FREE, Code.EXTERNAL, Code.RESIZE, Code.LABEL, Code.BLOCK))
@@ -149,7 +141,7 @@ class Kept:
 class Ledger:
     """Consumes events in order.
 
-    `modelled`: sizes come from a model of the caching allocator (and `workspace_bytes`, what the
+    `modelled`: sizes come from a model of the caching allocator (and `workspaces`, what the
     first matrix product of a thread takes for cuBLAS); else each request is only rounded to 512.
     `closes`: too long a step is cut in two; else only `take_step` says where one ends.
     `warmup`: a training's first step, in which the optimizer makes its state, counts only where no
@@ -161,14 +153,14 @@ class Ledger:
         *,
         modelled: bool,
         total_memory_bytes: int | None = None,
-        workspace_bytes: int = 0,
+        workspaces: Workspaces | None = None,
         closes: bool = True,
         warmup: bool = False,
     ) -> None:
         self._closes = closes
         self._allocator = CachingAllocator(total_memory_bytes) if modelled else None
-        self._workspace_bytes = workspace_bytes
-        self._workspaces: set[str] = set()
+        self._workspaces = workspaces
+        self._taken: set[str] = set()  # of the workspaces
         self._matcher = AttentionMatcher()
         self._storages: dict[int, Storage] = {}
         self._addresses: dict[int, int] = {}  # of storages that no event has made known yet
@@ -351,8 +343,8 @@ class Ledger:
         storages = self._storages
         if number:
             self._step.runs[number] = Run(op, scope, phase, source)
-        if op.kind is Kind.MATMUL and self._workspace_bytes:
-            self._take_workspaces(phase, op)
+        if op.kind is Kind.MATMUL and self._workspaces is not None:
+            self._take_workspaces(self._workspaces, phase, op)
         seen = []
         for sid, shape in inputs:
             storage = storages.get(sid)
@@ -426,18 +418,18 @@ class Ledger:
 
     # -- bytes ------------------------------------------------------------------------------
 
-    def _take_workspaces(self, phase: Phase, op: Op) -> None:
+    def _take_workspaces(self, sizes: Workspaces, phase: Phase, op: Op) -> None:
         """cuBLAS keeps a workspace for each thread's handle, cuBLASLt (products with a bias) one
         more for the forward's."""
         backward = phase in (Phase.BACKWARD, Phase.RECOMPUTE)
-        self._take_workspace("backward" if backward else "forward", self._workspace_bytes, op)
+        self._take_workspace("backward" if backward else "forward", sizes.cublas, op)
         if op.name == "addmm" and not backward:
-            self._take_workspace("forward, cuBLASLt", CUBLASLT_WORKSPACE, op)
+            self._take_workspace("forward, cuBLASLt", sizes.cublaslt, op)
 
     def _take_workspace(self, owner: str, size: int, op: Op) -> None:
-        if owner in self._workspaces:
+        if owner in self._taken:
             return
-        self._workspaces.add(owner)
+        self._taken.add(owner)
         sid, self._next_pseudo_sid = self._next_pseudo_sid, self._next_pseudo_sid - 1
         workspace = Storage(sid, (size,), "uint8", size, op.name, NOWHERE, Phase.FORWARD, None)
         workspace.label = "workspace"

@@ -18,14 +18,14 @@ from fa_advisor.attribution.failure import fallen, last_failure
 from fa_advisor.attribution.frames import user_line
 from fa_advisor.attribution.join import Joiner
 from fa_advisor.attribution.ledger import Ledger, StepLog
-from fa_advisor.attribution.peak import peak_of, rows
+from fa_advisor.attribution.peak import from_before, peak_of, rows
 from fa_advisor.attribution.replay import Trace, replay
 from fa_advisor.probes.device import advise_for
 from fa_advisor.probes.events import Code
 from fa_advisor.probes.opstream import OpStream
 from fa_advisor.probes.watch import Watch
 
-WORKSPACE, INNER = 8_519_680, 70_000
+WORKSPACE, LT_WORKSPACE, INNER = 8_519_680, 1 << 20, 70_000
 B, N, C = 2, 64, 32
 
 
@@ -226,12 +226,26 @@ def test_memory_that_nobody_can_be_named_for_is_unattributed(bench: Bench) -> No
 
 
 def test_a_workspace_from_before_the_recording_is_known_by_its_size(bench: Bench) -> None:
-    bench.joiner.workspace_bytes = WORKSPACE
+    bench.joiner.workspaces = frozenset((WORKSPACE, LT_WORKSPACE))
+    bench.allocator.allocate(LT_WORKSPACE)
     bench.allocator.allocate(WORKSPACE)
     bench.take()
     bench.model(bench.x)
     _, joined = bench.join()
-    assert bytes_of(joined)["workspace"] == 2 * WORKSPACE
+    assert bytes_of(joined)["workspace"] == 2 * WORKSPACE + LT_WORKSPACE
+    assert from_before(joined) == 0
+
+
+def test_what_was_there_before_and_nobody_shows_is_told_apart(bench: Bench) -> None:
+    bench.allocator.allocate(5000)
+    bench.take()
+    bench.allocator.allocate(1000)
+    bench.model(bench.x)
+    _, joined = bench.join()
+    assert joined.peak_bytes - peak_of(joined).bytes == 5120 + 1024
+    assert from_before(joined) == 5120
+    _, later = bench.join()  # who holds it stays known
+    assert from_before(later) == 5120
 
 
 def test_a_failure_is_cut_off_at_the_request(bench: Bench) -> None:
