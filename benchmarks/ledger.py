@@ -198,6 +198,10 @@ def profiled(case: str, *, fake: bool) -> dict[str, Any]:
         "phase": memory.peak_phase,
         "unattributed": memory.unattributed_bytes,
         "categories": memory.categories,
+        "largest": [
+            (r.bytes, r.count, r.category, r.fqn, r.op, list(r.shape), r.dtype)
+            for r in report.ledger[:LARGEST]
+        ],
         "gradient_after_backward": gradients_after_backward(seen["step"]),
         "without_op": sum(r.bytes for r in report.ledger if not r.op and r.category not in _OWNED),
         "without_line": sum(r.bytes for r in report.ledger if not r.source),
@@ -209,6 +213,9 @@ def profiled(case: str, *, fake: bool) -> dict[str, Any]:
     }
 
 
+# Of a report's rows, to see what an estimate that is far off doesn't know of.
+LARGEST = 12
+FAR = 0.03
 _OWNED = ("parameter", "buffer", "input", "gradient", "optimizer_state")
 
 
@@ -368,6 +375,11 @@ def _line(row: dict[str, Any]) -> str:
     for name in ("requests", "history"):
         text += _verdict(name, row[name]) if name in row else ""
     text += f" no-op {m['without_op']:,} no-line {m['without_line']:,}"
+    if "peak" in f and abs(f["peak"] / p["peak"] - 1) > FAR:
+        names = {*categories, *f["categories"]}
+        off = {n: f["categories"].get(n, 0) - categories.get(n, 0) for n in sorted(names)}
+        text += f"\n    the estimate, in {f['phase']}: { {n: b for n, b in off.items() if b} }"
+        text += "".join(f"\n    report {row}" for row in m["largest"])
     return text + (f" {m['notes']}" if m["notes"] else "")
 
 
