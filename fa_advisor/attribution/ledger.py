@@ -183,19 +183,26 @@ class Ledger:
     def skim(self, events: list[Event]) -> None:
         """Take in a whole step of which only what outlives it matters."""
         self._drain()
-        dying = {event[1] for event in events if event[0] == Code.FREE}
+        dying = {event[1] for event in events if event[0] == 1}  # Code.FREE
         known, kept, lasting = set(self._storages), set[int](), []
         for event in events:
             code = event[0]
-            if code == Code.OP:
+            if code == 0:  # Code.OP
+                for sid, _, _, nbytes in event[6]:
+                    if nbytes >= 0 and sid not in dying:
+                        break
+                else:
+                    if not kept:
+                        continue
+                    if not any(sid in kept for sid, _ in event[5]):  # who reads it matters, too
+                        continue
                 made = [sid for sid, _, _, nbytes in event[6] if nbytes >= 0]
-                if dying.issuperset(made) and not (
-                    kept and any(sid in kept for sid, _ in event[5])  # who reads it matters, too
-                ):
-                    continue
                 known.update(made)
                 if event[3] is Phase.FORWARD:
                     kept.update(sid for sid in made if sid not in dying)
+            elif code == 1:
+                if event[1] not in known:
+                    continue
             elif code in _OF_STORAGES and event[1] in dying and event[1] not in known:
                 continue
             lasting.append(event)
