@@ -20,8 +20,10 @@ from fa_advisor.records import Category
 # A stream without step boundaries (inference in a loop) is cut after this many entries.
 LOG_LIMIT = 400_000
 
+# Softmax's backward makes grad * output before its kernel runs (ATen/native/cuda/SoftMax.cu).
+WITH_A_PRODUCT = frozenset(("_softmax_backward_data",))
 NOWHERE = Scope("", "", 0)
-_OF_STORAGES = frozenset((Code.FREE, Code.EXTERNAL, Code.RESIZE, Code.LABEL, Code.BLOCK))
+_OF_STORAGES = frozenset((Code.EXTERNAL, Code.RESIZE, Code.LABEL, Code.BLOCK))
 
 
 class Entry(NamedTuple):
@@ -380,8 +382,25 @@ class Ledger:
                     continue
                 storage = known
             made.append((storage, shape))
+        inner = None
+        if op.name in WITH_A_PRODUCT and self._workspaces is not None and seen and made:
+            inner = self._take_product(seen[0][0], made[0][0])
         if phase is not Phase.OPTIMIZER:
             self._matcher.see(op, scope, phase, source, seen, made, extra)
+        if inner is not None:
+            inner.call, inner.role = made[0][0].call, made[0][0].role
+            self._release(inner)
+
+    def _take_product(self, grad: Storage, output: Storage) -> Storage:
+        """The memory that an operator of `WITH_A_PRODUCT` takes for as long as it runs."""
+        sid, self._next_pseudo_sid = self._next_pseudo_sid, self._next_pseudo_sid - 1
+        nbytes = output.numel * (grad.nbytes // max(1, grad.numel))
+        inner = Storage(
+            sid, output.shape, grad.dtype, nbytes,
+            output.op, output.scope, output.phase, output.source,
+        )  # fmt: skip
+        self._allocate(inner, output.phase)
+        return inner
 
     def _free(self, sid: int) -> None:
         storage = self._storages.pop(sid, None)

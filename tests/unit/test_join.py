@@ -27,6 +27,7 @@ from fa_advisor.probes.watch import Watch
 
 WORKSPACE, LT_WORKSPACE, INNER = 8_519_680, 1 << 20, 70_000
 B, N, C = 2, 64, 32
+PRODUCT = 4 * B * N * N  # that CUDA makes for the kernel of softmax's backward
 
 
 class Model(nn.Module):
@@ -102,6 +103,8 @@ class Allocator:
                 self.allocate(WORKSPACE)
                 self.has_workspace = True
             self.free(self.allocate(INNER))
+        if text.endswith(" _softmax_backward_data"):
+            self.free(self.allocate(PRODUCT))
 
     def locate(self, storage: Any, sid: int) -> None:
         # The stream numbers an output when its operator has run: the stamp is gone by then.
@@ -195,7 +198,7 @@ def test_a_workspace_outlives_its_operator_and_inner_memory_does_not(bench: Benc
     bench.step()
     _, joined = bench.join()
     hidden = {e.storage.nbytes: e.storage for e in joined.entries if e.storage.sid < 0}
-    assert set(hidden) == {WORKSPACE, INNER}
+    assert set(hidden) == {WORKSPACE, INNER, PRODUCT}
     assert hidden[WORKSPACE].category() == "workspace" and hidden[WORKSPACE].op == "addmm"
     assert hidden[WORKSPACE].scope.fqn == "qkv"
     assert hidden[INNER].category() == "temporary"
@@ -209,6 +212,15 @@ def test_who_owns_hidden_memory_is_remembered_over_steps(bench: Bench) -> None:
     workspace = [h.storage for h in second.baseline if h.storage.label == "workspace"]
     assert [s.op for s in workspace] == ["addmm"]
     assert not any(h.storage.unseen for h in second.baseline)
+
+
+def test_the_product_inside_softmaxs_backward_is_attentions(bench: Bench) -> None:
+    bench.step()
+    _, joined = bench.join()
+    taken = {id(e.storage): e.storage for e in joined.entries}.values()
+    hidden = [s for s in taken if s.op == "_softmax_backward_data" and s.sid < 0]
+    assert [s.nbytes for s in hidden] == [PRODUCT]
+    assert all(s.category() == "attention_grad" and s.attention_call() for s in hidden)
 
 
 def test_backward_has_the_forwards_lines(bench: Bench) -> None:
