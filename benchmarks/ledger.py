@@ -4,14 +4,18 @@
     python benchmarks/ledger.py --only gpt2 --workers 4
     python benchmarks/ledger.py --overhead  # only what the profiler costs a step, writes nothing
 
-For each of 24 cases, in a process of its own each: the plain run (its peak, twice, for the
+For each of 24 cases, in a process of its own each: the plain run (its peak, three times, for the
 allocator's own spread; its parameters, gradients and optimizer state counted), the profiled run's
 report, and the estimate on fake tensors for the same GPU. And the time of a step of GPT-2 small,
 plain and recorded.
 
-`requests`: every request and free of the measured step, in order, plain beside profiled. Where
-they are the same the observer changed nothing, and peaks that differ all the same do so as two
-plain runs' do: which of several free blocks of a size is taken is decided by their addresses.
+`requests`: every request and free of the measured step, plain beside profiled, up to the plain
+run's end (the profiled one goes on to the optimizer's end, by frees alone). `history`: the same
+from the process's beginning: the model built, both steps. Of frees that no request comes between
+the order doesn't count: autocast drops its casts in the order of their addresses, and the free
+blocks that result are the same in any. Where the whole history is the same the observer changed
+nothing, and peaks that differ all the same do so as plain runs' do: which of several free blocks of
+a size is taken is decided by their addresses, which the driver gives.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -32,13 +37,17 @@ from typing import Any
 from ledger_models import CASES, build
 from provenance import write
 
-KINDS = ("plain", "again", "profiled", "fake")
+PLAIN = ("plain", "again", "third")
+KINDS = (*PLAIN, "profiled", "fake")
 
 
 def plain(case: str, *, requests: bool) -> dict[str, Any]:
     """Two steps without the tool, the second measured, and its requests kept if asked for."""
     import torch
 
+    built = 0
+    if requests:
+        record_requests()
     model, inputs, mode = build(case, "cuda")
     model.train(mode == "train")
     trainable = [p for p in model.parameters() if p.requires_grad]
@@ -48,11 +57,10 @@ def plain(case: str, *, requests: bool) -> dict[str, Any]:
         if step == 1:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
-            if requests:
-                torch.cuda.memory._record_memory_history("all", context=None, max_entries=1_000_000)
+            built = len(recorded_requests()) if requests else 0
         if mode == "train":
             model(**inputs)["loss"].backward()
-            gradients = sum(_nbytes(p.grad) for p in trainable if p.grad is not None)
+            gradients = held(p.grad for p in trainable if p.grad is not None)
             optimizer.step()
             model.zero_grad(set_to_none=True)
         else:
@@ -60,46 +68,95 @@ def plain(case: str, *, requests: bool) -> dict[str, Any]:
                 model(**inputs)
     torch.cuda.synchronize()
     if requests:
-        keep_requests(case, "plain", torch.cuda.memory._snapshot()["device_traces"][0])
+        keep_requests(case, "plain", recorded_requests(), built)
     state = [v for s in optimizer.state.values() for v in s.values()]
     return {
         "peak": torch.cuda.max_memory_allocated(),
         "reserved": torch.cuda.max_memory_reserved(),
-        "parameter": sum(map(_nbytes, {p.data_ptr(): p for p in model.parameters()}.values())),
+        "parameter": held(model.parameters()),
         "gradient": gradients,
-        "optimizer_state": sum(_nbytes(v) for v in state if torch.is_tensor(v) and v.is_cuda),
+        "optimizer_state": held(v for v in state if torch.is_tensor(v) and v.is_cuda),
     }
 
 
-def keep_requests(case: str, kind: str, events: list[Any]) -> None:
-    """Leave them for the process that compares."""
+def record_requests() -> None:
+    """Record the allocator's events from now on, without stacks."""
+    import torch
+
+    torch.cuda.init()
+    torch.cuda.memory._record_memory_history("all", context=None, max_entries=1_000_000)
+
+
+def recorded_requests() -> list[int]:
+    """The bytes of every request so far, negative for a free."""
+    import torch
+
+    return sizes(torch.cuda.memory._snapshot()["device_traces"][0])
+
+
+def sizes(events: list[Any]) -> list[int]:
+    """The bytes of every request among the events, negative for a free."""
     signs = {"alloc": 1, "free_requested": -1}
-    sizes = [signs[e["action"]] * e["size"] for e in events if e["action"] in signs]
-    (Path(os.environ[_FOLDER]) / f"{case}-{kind}.json").write_text(json.dumps(sizes))
+    return [signs[e["action"]] * e["size"] for e in events if e["action"] in signs]
 
 
-def compared_requests(folder: Path, case: str) -> dict[str, Any] | None:
-    """How many there are, and the first that isn't the same; `None` where one side is missing."""
+def keep_requests(case: str, kind: str, history: list[int], before: int) -> None:
+    """Leave them for the process that compares; `before` of them came before the measured step."""
+    kept = {"history": history, "before": before}
+    (Path(os.environ[_FOLDER]) / f"{case}-{kind}.json").write_text(json.dumps(kept))
+
+
+def compared_requests(folder: Path, case: str) -> dict[str, Any]:
+    """`requests` and `history`, of each how many there are and the first that isn't the same; empty
+    where one side is missing."""
     files = [folder / f"{case}-{kind}.json" for kind in ("plain", "profiled")]
     if not all(file.exists() for file in files):
-        return None
+        return {}
     one, other = (json.loads(file.read_text()) for file in files)
+    return {
+        "requests": _compared(*(r["history"][r["before"] :] for r in (one, other))),
+        "history": _compared(one["history"], other["history"]),
+    }
+
+
+def _compared(plain: list[int], profiled: list[int]) -> dict[str, Any]:
+    """Whether the profiled list is the plain one and then frees alone."""
+    one, other = in_order(plain), in_order(profiled[: len(plain)])
     pairs = enumerate(zip(one, other, strict=False))
     first = next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
-    same = one == other
+    rest = profiled[len(plain) :]
+    same = one == other and all(size < 0 for size in rest)
     return {
         "same": same,
-        "count": len(one),
+        "same_in_order": same and plain == profiled[: len(plain)],
+        "count": len(plain),
+        "frees_after": len(rest),
         "first_difference": None if same else first,
         "around": None if same else [one[max(0, first - 3) : first + 5], other[first : first + 5]],
     }
 
 
+def in_order(requests: list[int]) -> list[int]:
+    """The requests with the frees between two of them sorted."""
+    made: list[int] = []
+    frees: list[int] = []
+    for size in requests:
+        if size < 0:
+            frees.append(size)
+        else:
+            made += [*sorted(frees), size]
+            frees.clear()
+    return made + sorted(frees)
+
+
 _FOLDER = "FA_ADVISOR_LEDGER_FOLDER"
 
 
-def _nbytes(tensor: Any) -> int:
-    return int(tensor.numel() * tensor.element_size())
+def held(tensors: Iterable[Any]) -> int:
+    """The bytes of the tensors' storages, each once: Inductor pads the product that is the gradient
+    of an embedding of 50,257 rows to 50,264, and the gradient is a view of it."""
+    storages = (tensor.untyped_storage() for tensor in tensors)
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def profiled(case: str, *, fake: bool) -> dict[str, Any]:
@@ -118,18 +175,26 @@ def profiled(case: str, *, fake: bool) -> dict[str, Any]:
 
     read = gpu_ledger._trace
 
+    stages: list[list[int]] = []  # the building, the first step, the measured one
+
     def reading(cut: Any) -> Any:
-        seen["events"] = cut["events"]
+        stages.append(sizes(cut["events"]))
         return read(cut)
 
     measure.assemble, gpu_ledger._trace = keeping, reading
+    if not fake:
+        record_requests()
     model, inputs, mode = build(case, "cpu" if fake else "cuda")
+    if not fake:
+        stages.append(recorded_requests())
+        torch.cuda.memory._record_memory_history(None)
     start = time.perf_counter()
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "h200"
     report = fa_advisor.profile(model, inputs, mode=mode, gpu=name if fake else None)  # type: ignore[arg-type]
     seconds = time.perf_counter() - start
-    if not fake and "events" in seen:
-        keep_requests(case, "profiled", seen["events"])
+    if len(stages) > 1:
+        before = [size for stage in stages[:-1] for size in stage]
+        keep_requests(case, "profiled", before + stages[-1], len(before))
     memory = report.memory
     return {
         "peak": memory.peak_allocated_bytes,
@@ -137,6 +202,10 @@ def profiled(case: str, *, fake: bool) -> dict[str, Any]:
         "phase": memory.peak_phase,
         "unattributed": memory.unattributed_bytes,
         "categories": memory.categories,
+        "largest": [
+            (r.bytes, r.count, r.category, r.fqn, r.op, list(r.shape), r.dtype)
+            for r in report.ledger[:LARGEST]
+        ],
         "gradient_after_backward": gradients_after_backward(seen["step"]),
         "without_op": sum(r.bytes for r in report.ledger if not r.op and r.category not in _OWNED),
         "without_line": sum(r.bytes for r in report.ledger if not r.source),
@@ -148,6 +217,9 @@ def profiled(case: str, *, fake: bool) -> dict[str, Any]:
     }
 
 
+# Of a report's rows, to see what an estimate that is far off doesn't know of.
+LARGEST = 12
+FAR = 0.03
 _OWNED = ("parameter", "buffer", "input", "gradient", "optimizer_state")
 
 
@@ -220,7 +292,7 @@ def main() -> None:
         try:
             if kind == "overhead":
                 made = overhead()
-            elif kind in ("plain", "again"):
+            elif kind in PLAIN:
                 made = plain(case, requests=kind == "again")
             else:
                 made = profiled(case, fake=kind == "fake")
@@ -228,8 +300,10 @@ def main() -> None:
             made = {"error": traceback.format_exc()[-3000:]}
         print(json.dumps(made))
         return
-    cost = _process("overhead", "")
-    print(json.dumps(cost), flush=True)
+    whole = not args.only and args.kinds == ",".join(KINDS)
+    if args.overhead or whole:
+        cost = _process("overhead", "")
+        print(json.dumps(cost), flush=True)
     if args.overhead:
         return
     cases = [case for case in CASES if args.only in case]
@@ -244,9 +318,9 @@ def main() -> None:
         ):
             rows[case][kind] = made
             if kind == kinds[-1]:
-                rows[case]["requests"] = compared_requests(folder, case)
+                rows[case] |= compared_requests(folder, case) | placed(rows[case])
                 print(_line(rows[case]), flush=True)
-    if not args.only and args.kinds == ",".join(KINDS):
+    if whole:
         import transformers
 
         figures = {"question": __doc__, "transformers": transformers.__version__}
@@ -267,14 +341,33 @@ def _process(kind: str, case: str) -> dict[str, Any]:
     return made
 
 
+def placed(row: dict[str, Any]) -> dict[str, Any]:
+    """Where the report's peak stands among the plain runs'."""
+    plain = [row[kind]["peak"] for kind in PLAIN if "peak" in row.get(kind, {})]
+    report = row.get("profiled", {}).get("peak")
+    if not plain or report is None:
+        return {}
+    return {
+        "report_less_plain_bytes": report - plain[0],
+        "spread_of_plain_runs_bytes": max(plain) - min(plain),
+        "report_within_plain_runs": min(plain) <= report <= max(plain),
+    }
+
+
 def _line(row: dict[str, Any]) -> str:
-    p, a, m, f = (row.get(kind) or {} for kind in KINDS)
+    p, m, f = (row.get(kind) or {} for kind in ("plain", "profiled", "fake"))
     text = f"{row['case']:31}"
+    if "peak" in f:
+        text += f" fake {f['peak']:>11,}"
     if "peak" not in p or "peak" not in m:
-        return text + " failed: " + ", ".join(k for k in KINDS if "peak" not in row.get(k, {}))
-    spread = abs(a["peak"] - p["peak"]) if "peak" in a else None
+        failed = [k for k in KINDS if k in row and "peak" not in row[k]]
+        return text + (f" failed: {', '.join(failed)}" if failed else "")
+    if "peak" in f:
+        text += f" {f['peak'] / p['peak'] - 1:+.2%}"
     text += (
-        f" plain {p['peak']:>11,} spread {spread} report {m['peak'] - p['peak']:+,}"
+        f" plain {p['peak']:>11,} spread {row['spread_of_plain_runs_bytes']:,}"
+        f" report {row['report_less_plain_bytes']:+,}"
+        f" {'within' if row['report_within_plain_runs'] else 'OUTSIDE'}"
         f" unattr {m['unattributed'] / m['peak']:.3%} {m['phase'][:3]}"
     )
     categories = m["categories"]
@@ -283,17 +376,22 @@ def _line(row: dict[str, Any]) -> str:
             text += f" {name} {categories.get(name, 0) - p[name]:+,}"
     if p["gradient"] and m["gradient_after_backward"] != p["gradient"]:
         text += f" gradient {m['gradient_after_backward'] - p['gradient']:+,}"
-    requests = row.get("requests")
-    if requests is not None:
-        text += f" requests {requests['count']:,} " + (
-            "same"
-            if requests["same"]
-            else f"DIFFER at {requests['first_difference']}: {requests['around']}"
-        )
+    for name in ("requests", "history"):
+        text += _verdict(name, row[name]) if name in row else ""
     text += f" no-op {m['without_op']:,} no-line {m['without_line']:,}"
-    if "peak" in f:
-        text += f" fake {f['peak'] / p['peak'] - 1:+.2%}"
+    if "peak" in f and abs(f["peak"] / p["peak"] - 1) > FAR:
+        names = {*categories, *f["categories"]}
+        off = {n: f["categories"].get(n, 0) - categories.get(n, 0) for n in sorted(names)}
+        text += f"\n    the estimate, in {f['phase']}: { {n: b for n, b in off.items() if b} }"
+        text += "".join(f"\n    report {row}" for row in m["largest"])
     return text + (f" {m['notes']}" if m["notes"] else "")
+
+
+def _verdict(name: str, compared: dict[str, Any]) -> str:
+    if not compared["same"]:
+        return f" {name} DIFFER at {compared['first_difference']}: {compared['around']}"
+    how = "same" if compared["same_in_order"] else "same but for the order of frees"
+    return f" {name} {compared['count']:,} {how}"
 
 
 if __name__ == "__main__":

@@ -83,7 +83,18 @@ def assemble(
         advice=advise(facts, eligibility.best),
         patch=patch,
         ledger=peaks.rows(peak.held),
-        notes=notes,
+        notes=(*notes, *_earlier(step)),
+    )
+
+
+def _earlier(step: StepLog) -> tuple[str, ...]:
+    unseen = peaks.from_before(step)
+    if not unseen:
+        return ()
+    return (
+        f"{unseen:,} of the unattributed bytes were there before the recording began, and neither"
+        " the model nor the step shows a tensor that has them: the program holds them, or a library"
+        " does",
     )
 
 

@@ -41,9 +41,16 @@ def with_failure(
     """The report of what was alive at the failure, with the failure in it."""
     others = used_by_others_bytes(gpu.index)
     state = fallen.state
-    shortage = diagnose(fallen.requested, fallen.device_free, state, gpu.settings, others=others)
-    # What torch could have at most: a limit of the process's own is where it stood, or close to it.
-    capacity = state.reserved + (0 if shortage.cause == "limit" else fallen.device_free)
+    allowed = gpu.allowed
+    shortage = diagnose(
+        fallen.requested, fallen.device_free, state, gpu.settings, others=others, allowed=allowed
+    )
+    # What torch could have at most. A limit that isn't known is where it stood, or close to it.
+    capacity = state.reserved + fallen.device_free
+    if allowed is not None:
+        capacity = min(capacity, allowed)
+    elif shortage.cause == "limit":
+        capacity = state.reserved
     modelled = foresee(replace(report.device, total_memory_bytes=capacity))
     categories = report.memory.categories
     if modelled is not None:

@@ -16,12 +16,17 @@ import torch
 from fa_advisor.attribution import chrome_trace
 from fa_advisor.attribution.failure import Fallen, fallen, last_failure
 from fa_advisor.attribution.join import Joiner
-from fa_advisor.attribution.ledger import Kept, Ledger, StepLog, cublas_workspace_bytes
+from fa_advisor.attribution.ledger import Kept, Ledger, StepLog
 from fa_advisor.attribution.postmortem import Postmortem, explain
 from fa_advisor.attribution.replay import Trace, above
+from fa_advisor.attribution.workspaces import workspaces_on
 from fa_advisor.probes.allocations import Allocations, obstacle
 from fa_advisor.probes.cuda_peaks import CudaPeaks
-from fa_advisor.probes.device import outside_allocator_bytes, used_by_others_bytes
+from fa_advisor.probes.device import (
+    allowed_bytes,
+    outside_allocator_bytes,
+    used_by_others_bytes,
+)
 from fa_advisor.probes.events import Event
 from fa_advisor.probes.lines import LIBRARY
 from fa_advisor.records import AllocatorState, DeviceSpec
@@ -57,7 +62,7 @@ class GpuLedger:
         self._keep_trace = keep_trace
         self._cut: dict[str, Any] | None = None
         self._ledger = Ledger(modelled=False, closes=False)
-        self._joiner = Joiner(workspace_bytes=cublas_workspace_bytes(device), ours=LIBRARY)
+        self._joiner = Joiner(workspaces=frozenset(workspaces_on(device)), ours=LIBRARY)
         self._allocations: Allocations | None = None
         self._unread: list[Event] = []
         self._kept = Kept(warmup=warmup)
@@ -66,7 +71,9 @@ class GpuLedger:
         self._paused = False
         self.missed = 0  # the allocator's highest peak while nothing was recorded
         self.notes: list[str] = []
-        self.settings: Mapping[str, Any] = {}  # the allocator's, once a step has fallen
+        # The allocator's, once a step has fallen, and how much it could reserve then.
+        self.settings: Mapping[str, Any] = {}
+        self.allowed: int | None = None
 
     def __enter__(self) -> GpuLedger:
         torch.cuda.init()
@@ -166,6 +173,7 @@ class GpuLedger:
         tell. `sids`: the storages that the operator was about to make (`OpStream.failed`)."""
         if self._allocations is None:
             return None
+        self.allowed = allowed_bytes(self.index)
         seen = self._take_step()
         cut = self._allocations.cut()
         self._cut = cut if self._keep_trace else None

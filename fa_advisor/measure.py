@@ -12,7 +12,8 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from fa_advisor.assemble import assemble
-from fa_advisor.attribution.ledger import Ledger, cublas_workspace_bytes
+from fa_advisor.attribution.ledger import Ledger
+from fa_advisor.attribution.workspaces import workspaces_on
 from fa_advisor.errors import TargetError
 from fa_advisor.failing import Raised, raised, with_failure
 from fa_advisor.gpu_ledger import GpuLedger
@@ -55,7 +56,7 @@ class Run:
         ledger = Ledger(
             modelled=True,
             total_memory_bytes=self.device.total_memory_bytes,
-            workspace_bytes=cublas_workspace_bytes(self.device),
+            workspaces=workspaces_on(self.device),
         )
         watch = Watch(
             self._reporting(gpu.feed if gpu else ledger.feed),

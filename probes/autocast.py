@@ -2,11 +2,14 @@
 
 `torch.autocast("cuda")` becomes the CPU's, whose matrix products take the lower precision as
 CUDA's do. Softmax, norms and sums don't on the CPU, but run in float32 on CUDA: those are added
-here, for fake tensors alone. Source: aten/src/ATen/autocast_mode.h, AT_FORALL_FP32*.
+here, for fake tensors alone. And cross_entropy runs in float32 on the CPU, where CUDA has no rule
+for it: its log_softmax keeps the logits' dtype, and nll_loss alone is in float32.
+Source: aten/src/ATen/autocast_mode.h, AT_FORALL_FP32*.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -27,6 +30,8 @@ _IN_FLOAT32 = (
 )  # fmt: skip
 # The output is asked for in float32, which some kernels do without a copy of the input.
 _TO_FLOAT32 = ("softmax.int", "log_softmax.int", "sum", "sum.dim_IntList", "cumsum")
+# Taken apart, and the parts are cast.
+_BY_PARTS = ("cross_entropy_loss",)
 
 _active = 0
 _library: torch.library.Library | None = None
@@ -42,9 +47,16 @@ def cuda_autocast() -> Iterator[None]:
         _original = cls.__init__
         cls.__init__ = _as_cpu(_original)  # type: ignore[method-assign]
         _library = torch.library.Library("aten", "IMPL")
-        for names, rule in ((_IN_FLOAT32, _in_float32), (_TO_FLOAT32, _to_float32)):
-            for name in names:
-                _library.impl(name, rule(_operator(name)), _KEY)
+        rules = (
+            (_IN_FLOAT32, _in_float32),
+            (_TO_FLOAT32, _to_float32),
+            (_BY_PARTS, _by_parts),
+        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that the CPU's own rule is overridden
+            for names, rule in rules:
+                for name in names:
+                    _library.impl(name, rule(_operator(name)), _KEY)
     _active += 1
     try:
         yield
@@ -91,6 +103,16 @@ def _to_float32(op: Any) -> Callable[..., Any]:
             kwargs = {**kwargs, "dtype": torch.float32}
         with torch._C._ExcludeDispatchKeyGuard(_keys):
             return op(*args, **kwargs)
+
+    return run
+
+
+def _by_parts(op: Any) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(a, FakeTensor) for a in args):
+            return op._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+        with torch._C._ExcludeDispatchKeyGuard(_keys):
+            return op(*map(_float, args), **{name: _float(a) for name, a in kwargs.items()})
 
     return run
 

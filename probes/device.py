@@ -79,6 +79,17 @@ def outside_allocator_bytes(index: int, reserved: int) -> int | None:
     return max(0, mine - reserved) if mine is not None else None
 
 
+def allowed_bytes(index: int) -> int | None:
+    """What torch's allocator may reserve on the CUDA device by the process's own limit
+    (`torch.cuda.set_per_process_memory_fraction`); `None` where torch doesn't tell."""
+    torch = sys.modules.get("torch")
+    fraction = getattr(torch.cuda, "get_per_process_memory_fraction", None) if torch else None
+    properties = _torch_properties(index)
+    if fraction is None or properties is None:
+        return None
+    return int(fraction(index) * properties.total_memory)
+
+
 def used_by_others_bytes(index: int) -> int | None:
     """GPU memory that other processes use; `None` where NVML can't tell them apart."""
     used = _used_by_process(index)

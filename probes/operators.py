@@ -39,7 +39,7 @@ _BY_NAME: dict[str, Kind] = {
     }.items()
     for name in names.split()
 }
-# Asked of tensors whose class answers for itself (jagged ones): nothing is computed.
+# Asked of tensors whose class answers for itself (jagged ones), or for a value: nothing is made.
 _QUESTIONS = frozenset(
     [
         "sym_size",
@@ -54,6 +54,7 @@ _QUESTIONS = frozenset(
         "is_strides_like_format",
         "is_non_overlapping_and_dense",
         "layout",
+        "_local_scalar_dense",
     ]
 )
 _FUSED: dict[str, str] = {

@@ -51,6 +51,7 @@ class _Sort(Enum):
     OTHER = 2
 
 
+_TENSOR, _OTHER = _Sort.TENSOR, _Sort.OTHER
 _SORTS: dict[type, _Sort] = {}
 
 
@@ -219,9 +220,10 @@ class OpStream(TorchDispatchMode):
             self._next_sid += 1
         node = _current_node()
         backward = node is not None and self._scopes.depth == 0
-        scope = self._scopes.of_node(node) if backward else self._scopes.current
-        phase = Phase.BACKWARD if backward else self.phase
-        source = self._scopes.line_of_node(node) if backward else user_line(sys._getframe(2))
+        if backward:
+            phase, (scope, source) = Phase.BACKWARD, self._scopes.place_of_node(node)
+        else:
+            phase, scope, source = self.phase, self._scopes.current, user_line(sys._getframe(2))
         extra = _extra(op, args) if op.kind in _WITH_SCALARS else None
         self.failed = Failed(op, scope, phase, source, tuple(sid for sid, *_ in outputs))
         self._events.append((0, op, scope, phase, source, inputs, outputs, extra, self.number))
@@ -229,13 +231,26 @@ class OpStream(TorchDispatchMode):
 
     def _record(self, op: Op, args: Any, kwargs: Any, out: Any, has_scalars: bool) -> None:
         inputs: list[tuple[int, Any]] = []
-        self._inputs_in(args, inputs)
+        refs = self._refs
+        for value in args:  # `_inputs_in`, without the call
+            sort = _SORTS.get(type(value))
+            if sort is _TENSOR:
+                try:
+                    ref = refs.get(value.untyped_storage()._cdata)
+                except (NotImplementedError, RuntimeError):
+                    continue
+                if ref is not None:
+                    inputs.append((ref.sid, value.shape))
+                elif (sid := self.sid(value)) >= 0:
+                    inputs.append((sid, value.shape))
+            elif sort is not _OTHER:
+                self._inputs_in((value,), inputs)
         if kwargs:
             self._inputs_in(kwargs.values(), inputs)
         outputs: list[tuple[int, Any, str, int]] = []
         made = False
         sort = _SORTS.get(type(out)) or _learn_type(type(out))
-        if sort is _Sort.TENSOR:
+        if sort is _TENSOR:
             made = self._output(out, outputs)
         elif isinstance(out, (list, tuple)):
             for item in out:
@@ -257,10 +272,8 @@ class OpStream(TorchDispatchMode):
             if made:
                 source = user_line(sys._getframe(2))
         else:
-            scope = scopes.of_node(node)
+            scope, source = scopes.place_of_node(node)
             phase = Phase.BACKWARD
-            if stamped:
-                source = scopes.line_of_node(node)
         extra = _extra(op, args) if has_scalars else None
         events = self._events
         if stamped:
@@ -340,30 +353,29 @@ class OpStream(TorchDispatchMode):
         if ref is None:
             if self._is_here is not None and not self._is_here(tensor):
                 return False
-            ref = self._number(storage, nbytes)
-            outputs.append((ref.sid, tensor.shape, dtype_name(tensor.dtype), nbytes))
+            sid = self._number(storage, nbytes).sid
+            dtype = tensor.dtype
+            outputs.append((sid, tensor.shape, _DTYPES.get(dtype) or dtype_name(dtype), nbytes))
             return True
         if nbytes != ref.nbytes:
-            ref.nbytes = nbytes
-            self._events.append((Code.RESIZE, ref.sid, nbytes))
-            self._locate(storage, ref.sid)
+            self._resized(storage, ref)
         outputs.append((ref.sid, tensor.shape, "", -1))
         return False
 
     def _number(self, storage: Any, nbytes: int) -> _Ref:
         ref = _Ref(storage, self.died)
-        ref.sid = self._next_sid
-        ref.key = storage._cdata
+        ref.sid = sid = self._next_sid
+        ref.key = key = storage._cdata
         ref.nbytes = nbytes
         ref.label = ""
-        self._next_sid += 1
-        self._refs[ref.key] = ref
-        self._locate(storage, ref.sid)
+        self._next_sid = sid + 1
+        self._refs[key] = ref
+        if self._stamp is not None:
+            self._locate(storage, sid)
         return ref
 
     def _locate(self, storage: Any, sid: int) -> None:
-        if self._stamp is not None:
-            self._events.append((Code.BLOCK, sid, storage.data_ptr(), self.number))
+        self._events.append((8, sid, storage.data_ptr(), self.number))  # Code.BLOCK
 
     def died(self, ref: Any) -> None:
         """The storage that a `_Ref` is of is gone."""
@@ -485,8 +497,12 @@ class OpStream(TorchDispatchMode):
         """A storage was resized behind the dispatcher's back."""
         ref = self._refs.get(storage._cdata)
         if ref is not None and storage.nbytes() != ref.nbytes:
-            ref.nbytes = storage.nbytes()
-            self._events.append((Code.RESIZE, ref.sid, ref.nbytes))
+            self._resized(storage, ref)
+
+    def _resized(self, storage: Any, ref: _Ref) -> None:
+        ref.nbytes = storage.nbytes()
+        self._events.append((Code.RESIZE, ref.sid, ref.nbytes))
+        if self._stamp is not None:
             self._locate(storage, ref.sid)
 
     def flush(self) -> None:

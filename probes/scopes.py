@@ -125,8 +125,16 @@ class Scopes:
 
     def of_node(self, node: Any) -> Scope:
         """The module whose forward made an autograd node."""
-        at = bisect_right(self._numbers, node._sequence_nr()) - 1
+        return self._of_number(node._sequence_nr())
+
+    def _of_number(self, number: int) -> Scope:
+        at = bisect_right(self._numbers, number) - 1
         return self._boundary_scopes[at] if at >= 0 else NOWHERE
+
+    def place_of_node(self, node: Any) -> tuple[Scope, tuple[str, int] | None]:
+        """The module, and the line of the forward, that made an autograd node."""
+        number = node._sequence_nr()
+        return self._of_number(number), self._lines.get(number)
 
     def mark_line(self, source: tuple[str, int] | None) -> None:
         """The autograd node made last belongs to this line, if there is one."""
@@ -137,10 +145,6 @@ class Scopes:
         if len(lines) > _MAX_BOUNDARIES:
             for number in list(lines)[: _MAX_BOUNDARIES // 2]:
                 del lines[number]
-
-    def line_of_node(self, node: Any) -> tuple[str, int] | None:
-        """The line of the forward that made an autograd node."""
-        return self._lines.get(node._sequence_nr())
 
     def enter(self, module: nn.Module, args: Any) -> None:
         """A module's forward begins."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from fa_advisor.attribution.arena import Given
 from fa_advisor.attribution.frames import Frames, generated, in_backward, user_line
-from fa_advisor.attribution.ledger import NOWHERE, Entry, Held, Run, StepLog
+from fa_advisor.attribution.ledger import NOWHERE, WITH_A_PRODUCT, Entry, Held, Run, StepLog
 from fa_advisor.attribution.replay import Event, Replayed, Trace, replay
 from fa_advisor.attribution.storage import Storage
 from fa_advisor.probes.events import Kind, Op, Phase
@@ -27,11 +27,12 @@ UNSEEN = Op("", Kind.OTHER, False, "")
 class Joiner:
     """Joins step after step. `owners` carries over who holds the blocks that no storage claims.
 
-    `workspace_bytes`: a block of just this size that was there before anything was recorded is
-    cuBLAS's workspace. `ours`: path prefixes of frames that aren't the user's.
+    `workspaces`: a block of just such a size that was there before anything was recorded, and that
+    no tensor claims, is a workspace of cuBLAS's or cuBLASLt's. `ours`: path prefixes of frames that
+    aren't the user's.
     """
 
-    workspace_bytes: int = 0
+    workspaces: frozenset[int] = frozenset()
     ours: tuple[str, ...] = ()
     owners: dict[int, Storage] = field(default_factory=dict)
     _next_sid: int = -1
@@ -50,6 +51,7 @@ class Joiner:
             runs=step.runs,
         )
         phases = _Phases(step, trace)
+        made = _made_by(step)
 
         def is_kept(phase: Phase, ended: int | None) -> bool:
             return phase is Phase.FORWARD and (
@@ -75,6 +77,9 @@ class Joiner:
                     _mend(storage, run, frames, phase, is_kept(phase, ended))
                 elif run is not None:
                     storage = self._inside(given, run, frames)
+                    output = made.get(number)
+                    if output is not None and run.op.name in WITH_A_PRODUCT:
+                        storage.call, storage.role = output.call, output.role
                     if ended is None or stamp_of(trace.events[ended])[0] != number:
                         storage.label = "workspace"  # it outlives the operator
                 else:
@@ -112,10 +117,10 @@ class Joiner:
     def _from_before(self, given: Given, frames: Frames) -> Storage:
         source = user_line(frames, self.ours)
         storage = self._made(given, Run(UNSEEN, NOWHERE, Phase.FORWARD, source))
-        if given.requested == self.workspace_bytes:
+        if given.requested in self.workspaces:
             storage.label = "workspace"
         else:
-            storage.unseen = True
+            storage.unseen = storage.earlier = True
         return storage
 
     def _inside(self, given: Given, run: Run, frames: Frames) -> Storage:
@@ -173,6 +178,12 @@ def _storages(step: StepLog) -> dict[int, Storage]:
     storages = {h.storage.sid: h.storage for h in step.baseline}
     storages.update((e.storage.sid, e.storage) for e in step.entries)
     return storages
+
+
+def _made_by(step: StepLog) -> dict[int, Storage]:
+    """The last storage that each operator made."""
+    storages = _storages(step)
+    return {number: storages[sid] for number, _, sid in step.claims if sid in storages}
 
 
 def _first_seen(step: StepLog) -> dict[int, Storage]:

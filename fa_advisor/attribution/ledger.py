@@ -13,23 +13,17 @@ from fa_advisor.attribution.allocator import CachingAllocator, rounded
 from fa_advisor.attribution.attention import AttentionMatcher
 from fa_advisor.attribution.replay import Above
 from fa_advisor.attribution.storage import Call, Origin, Shape, Storage
+from fa_advisor.attribution.workspaces import Workspaces
 from fa_advisor.probes.events import Code, Event, Kind, Op, Phase, Scope
-from fa_advisor.records import Category, DeviceSpec
+from fa_advisor.records import Category
 
 # A stream without step boundaries (inference in a loop) is cut after this many entries.
 LOG_LIMIT = 400_000
 
-# Seen on an H200 with torch 2.11: the first addmm takes this much beside cuBLAS's workspace.
-CUBLASLT_WORKSPACE = 1 << 20
-
-
-def cublas_workspace_bytes(device: DeviceSpec) -> int:
-    """cuBLAS's workspace for a handle and stream, as torch asks for it (CUDABlas' defaults)."""
-    return 32 * 2**20 if device.capability[0] == 9 else 8_519_680
-
-
+# Softmax's backward makes grad * output before its kernel runs (ATen/native/cuda/SoftMax.cu).
+WITH_A_PRODUCT = frozenset(("_softmax_backward_data",))
 NOWHERE = Scope("", "", 0)
-_OF_STORAGES = frozenset((Code.FREE, Code.EXTERNAL, Code.RESIZE, Code.LABEL, Code.BLOCK))
+_OF_STORAGES = frozenset((Code.EXTERNAL, Code.RESIZE, Code.LABEL, Code.BLOCK))
 
 
 class Entry(NamedTuple):
@@ -149,7 +143,7 @@ class Kept:
 class Ledger:
     """Consumes events in order.
 
-    `modelled`: sizes come from a model of the caching allocator (and `workspace_bytes`, what the
+    `modelled`: sizes come from a model of the caching allocator (and `workspaces`, what the
     first matrix product of a thread takes for cuBLAS); else each request is only rounded to 512.
     `closes`: too long a step is cut in two; else only `take_step` says where one ends.
     `warmup`: a training's first step, in which the optimizer makes its state, counts only where no
@@ -161,14 +155,14 @@ class Ledger:
         *,
         modelled: bool,
         total_memory_bytes: int | None = None,
-        workspace_bytes: int = 0,
+        workspaces: Workspaces | None = None,
         closes: bool = True,
         warmup: bool = False,
     ) -> None:
         self._closes = closes
         self._allocator = CachingAllocator(total_memory_bytes) if modelled else None
-        self._workspace_bytes = workspace_bytes
-        self._workspaces: set[str] = set()
+        self._workspaces = workspaces
+        self._taken: set[str] = set()  # of the workspaces
         self._matcher = AttentionMatcher()
         self._storages: dict[int, Storage] = {}
         self._addresses: dict[int, int] = {}  # of storages that no event has made known yet
@@ -191,19 +185,26 @@ class Ledger:
     def skim(self, events: list[Event]) -> None:
         """Take in a whole step of which only what outlives it matters."""
         self._drain()
-        dying = {event[1] for event in events if event[0] == Code.FREE}
+        dying = {event[1] for event in events if event[0] == 1}  # Code.FREE
         known, kept, lasting = set(self._storages), set[int](), []
         for event in events:
             code = event[0]
-            if code == Code.OP:
+            if code == 0:  # Code.OP
+                for sid, _, _, nbytes in event[6]:
+                    if nbytes >= 0 and sid not in dying:
+                        break
+                else:
+                    if not kept:
+                        continue
+                    if not any(sid in kept for sid, _ in event[5]):  # who reads it matters, too
+                        continue
                 made = [sid for sid, _, _, nbytes in event[6] if nbytes >= 0]
-                if dying.issuperset(made) and not (
-                    kept and any(sid in kept for sid, _ in event[5])  # who reads it matters, too
-                ):
-                    continue
                 known.update(made)
                 if event[3] is Phase.FORWARD:
                     kept.update(sid for sid in made if sid not in dying)
+            elif code == 1:
+                if event[1] not in known:
+                    continue
             elif code in _OF_STORAGES and event[1] in dying and event[1] not in known:
                 continue
             lasting.append(event)
@@ -351,8 +352,8 @@ class Ledger:
         storages = self._storages
         if number:
             self._step.runs[number] = Run(op, scope, phase, source)
-        if op.kind is Kind.MATMUL and self._workspace_bytes:
-            self._take_workspaces(phase, op)
+        if op.kind is Kind.MATMUL and self._workspaces is not None:
+            self._take_workspaces(self._workspaces, phase, op)
         seen = []
         for sid, shape in inputs:
             storage = storages.get(sid)
@@ -381,8 +382,25 @@ class Ledger:
                     continue
                 storage = known
             made.append((storage, shape))
+        inner = None
+        if op.name in WITH_A_PRODUCT and self._workspaces is not None and seen and made:
+            inner = self._take_product(seen[0][0], made[0][0])
         if phase is not Phase.OPTIMIZER:
             self._matcher.see(op, scope, phase, source, seen, made, extra)
+        if inner is not None:
+            inner.call, inner.role = made[0][0].call, made[0][0].role
+            self._release(inner)
+
+    def _take_product(self, grad: Storage, output: Storage) -> Storage:
+        """The memory that an operator of `WITH_A_PRODUCT` takes for as long as it runs."""
+        sid, self._next_pseudo_sid = self._next_pseudo_sid, self._next_pseudo_sid - 1
+        nbytes = output.numel * (grad.nbytes // max(1, grad.numel))
+        inner = Storage(
+            sid, output.shape, grad.dtype, nbytes,
+            output.op, output.scope, output.phase, output.source,
+        )  # fmt: skip
+        self._allocate(inner, output.phase)
+        return inner
 
     def _free(self, sid: int) -> None:
         storage = self._storages.pop(sid, None)
@@ -426,18 +444,18 @@ class Ledger:
 
     # -- bytes ------------------------------------------------------------------------------
 
-    def _take_workspaces(self, phase: Phase, op: Op) -> None:
+    def _take_workspaces(self, sizes: Workspaces, phase: Phase, op: Op) -> None:
         """cuBLAS keeps a workspace for each thread's handle, cuBLASLt (products with a bias) one
         more for the forward's."""
         backward = phase in (Phase.BACKWARD, Phase.RECOMPUTE)
-        self._take_workspace("backward" if backward else "forward", self._workspace_bytes, op)
+        self._take_workspace("backward" if backward else "forward", sizes.cublas, op)
         if op.name == "addmm" and not backward:
-            self._take_workspace("forward, cuBLASLt", CUBLASLT_WORKSPACE, op)
+            self._take_workspace("forward, cuBLASLt", sizes.cublaslt, op)
 
     def _take_workspace(self, owner: str, size: int, op: Op) -> None:
-        if owner in self._workspaces:
+        if owner in self._taken:
             return
-        self._workspaces.add(owner)
+        self._taken.add(owner)
         sid, self._next_pseudo_sid = self._next_pseudo_sid, self._next_pseudo_sid - 1
         workspace = Storage(sid, (size,), "uint8", size, op.name, NOWHERE, Phase.FORWARD, None)
         workspace.label = "workspace"

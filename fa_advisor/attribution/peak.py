@@ -64,6 +64,12 @@ def peak_of(step: StepLog) -> Peak:
     )
 
 
+def from_before(step: StepLog) -> int:
+    """Bytes at the peak that nobody but the allocator knows of because they were there before it
+    was recorded."""
+    return sum(h.block for h in step.alive_at(step.peak_at) if h.storage.earlier)
+
+
 @dataclass(frozen=True)
 class Counterfactual:
     """The same step replayed without attention's N x N storages: its peak, and what owns it."""

@@ -47,14 +47,18 @@ def diagnose(
     settings: Mapping[str, Any],
     *,
     others: int | None = None,
+    allowed: int | None = None,
 ) -> Shortage:
     """`state` is the allocator's at the failure, `device_free` what the driver had left, `others`
-    what other processes held (`None`: not known). Bytes."""
+    what other processes held, `allowed` what torch may reserve by a limit of the process's own
+    (`None`: not known). Bytes."""
     needed = segment_for(requested, settings)
     missing = max(0, needed - device_free)
     cause: Cause = "memory"
     if missing == 0:
         cause = "limit"
+        if allowed is not None:
+            missing = max(0, state.reserved + needed - allowed)
     elif state.fragmented + state.cached + device_free >= needed:
         cause = "fragmentation"
     elif others is not None and others >= missing:

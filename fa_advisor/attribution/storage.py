@@ -31,6 +31,7 @@ class Storage:
         "block",
         "call",
         "dtype",
+        "earlier",
         "escaped",
         "fqn",
         "generation",
@@ -91,6 +92,7 @@ class Storage:
         self.kv = False
         self.saved_by: Call | None = None
         self.unseen = False  # the allocator knows of it, and nothing else does
+        self.earlier = False  # unseen, and there before the recording began
 
     def category(self) -> Category:
         """Label first, then attention's structure, then how the storage was used."""

@@ -17,7 +17,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from fa_advisor.attribution.ledger import Ledger, cublas_workspace_bytes
+from fa_advisor.attribution.ledger import Ledger
+from fa_advisor.attribution.workspaces import workspaces_on
 from fa_advisor.following.account import StepFacts, facts_of, report_of
 from fa_advisor.following.boundaries import Boundaries
 from fa_advisor.following.failure import Failure, failure_of
@@ -143,7 +144,7 @@ class Follower:
         self._ledger = gpu or Ledger(
             modelled=True,
             total_memory_bytes=self._device.total_memory_bytes,
-            workspace_bytes=cublas_workspace_bytes(self._device),
+            workspaces=workspaces_on(self._device),
             warmup=True,
         )
         self._steps = Boundaries(_an_optimizer_lives)

@@ -58,10 +58,19 @@ def batch(size: int = BATCH) -> Tensor:
     return torch.randn(size, LENGTH, WIDTH, device="cuda", dtype=torch.bfloat16)
 
 
-@pytest.fixture(autouse=True)
-def tidy() -> Iterator[None]:
+def forget_models() -> None:
+    """What outlives a model: Dynamo's caches, which hold compiled ones, and the traceback of a test
+    that failed."""
+    torch._dynamo.reset()
+    for name in ("last_value", "last_traceback", "last_exc"):
+        setattr(sys, name, None)
     gc.collect()
     torch.cuda.empty_cache()
+
+
+@pytest.fixture(autouse=True)
+def tidy() -> Iterator[None]:
+    forget_models()
     yield
     torch.cuda.set_per_process_memory_fraction(1.0)
     assert not torch._C._cuda_isHistoryEnabled()
@@ -112,8 +121,7 @@ def test_the_peak_is_the_plain_runs_and_all_of_it_is_explained(how: str, mode: s
     subject.train(mode == "train")
     expected = plain_peak(subject, x, mode)
     del subject
-    gc.collect()
-    torch.cuda.empty_cache()
+    forget_models()
     subject = build()
     report = fa_advisor.profile(subject, x, mode=mode)  # type: ignore[arg-type]
     check(report)

@@ -94,5 +94,5 @@ def test_a_model_that_doesnt_fit(command: list[str], tmp_path: Path) -> None:
         capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == (1 if command == ["run"] else 3)
-    assert "out of memory at runs_out.py:8" in done.stderr
+    assert "out of memory at runs_out.py:9" in done.stderr
     assert "set_per_process_memory_fraction" in done.stderr

@@ -84,6 +84,25 @@ def test_code_written_for_cuda_runs_under_cuda_autocast(run: Run) -> None:
     assert report.memory.categories["attention_prob"] == 4 * N_BY_N
 
 
+ENTROPY = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(64, 50_000)
+    def forward(self, x):
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            logits = self.head(x).flatten(0, 1)
+            return F.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.long))
+"""
+
+
+def test_cross_entropy_is_cast_by_its_parts_as_on_cuda(run: Run) -> None:
+    """CUDA's autocast knows nll_loss alone: log_softmax keeps the logits' dtype."""
+    rows = run(ENTROPY).ledger
+    assert {r.dtype for r in rows if r.op == "_log_softmax"} == {"bfloat16"}
+    assert {r.dtype for r in rows if r.op == "nll_loss_backward"} == {"float32"}
+
+
 def test_autocast_is_left_as_it_was(run: Run) -> None:
     run(CUDA)
     with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -18,15 +18,16 @@ from fa_advisor.attribution.failure import fallen, last_failure
 from fa_advisor.attribution.frames import user_line
 from fa_advisor.attribution.join import Joiner
 from fa_advisor.attribution.ledger import Ledger, StepLog
-from fa_advisor.attribution.peak import peak_of, rows
+from fa_advisor.attribution.peak import from_before, peak_of, rows
 from fa_advisor.attribution.replay import Trace, replay
 from fa_advisor.probes.device import advise_for
 from fa_advisor.probes.events import Code
 from fa_advisor.probes.opstream import OpStream
 from fa_advisor.probes.watch import Watch
 
-WORKSPACE, INNER = 8_519_680, 70_000
+WORKSPACE, LT_WORKSPACE, INNER = 8_519_680, 1 << 20, 70_000
 B, N, C = 2, 64, 32
+PRODUCT = 4 * B * N * N  # that CUDA makes for the kernel of softmax's backward
 
 
 class Model(nn.Module):
@@ -102,6 +103,8 @@ class Allocator:
                 self.allocate(WORKSPACE)
                 self.has_workspace = True
             self.free(self.allocate(INNER))
+        if text.endswith(" _softmax_backward_data"):
+            self.free(self.allocate(PRODUCT))
 
     def locate(self, storage: Any, sid: int) -> None:
         # The stream numbers an output when its operator has run: the stamp is gone by then.
@@ -195,7 +198,7 @@ def test_a_workspace_outlives_its_operator_and_inner_memory_does_not(bench: Benc
     bench.step()
     _, joined = bench.join()
     hidden = {e.storage.nbytes: e.storage for e in joined.entries if e.storage.sid < 0}
-    assert set(hidden) == {WORKSPACE, INNER}
+    assert set(hidden) == {WORKSPACE, INNER, PRODUCT}
     assert hidden[WORKSPACE].category() == "workspace" and hidden[WORKSPACE].op == "addmm"
     assert hidden[WORKSPACE].scope.fqn == "qkv"
     assert hidden[INNER].category() == "temporary"
@@ -209,6 +212,15 @@ def test_who_owns_hidden_memory_is_remembered_over_steps(bench: Bench) -> None:
     workspace = [h.storage for h in second.baseline if h.storage.label == "workspace"]
     assert [s.op for s in workspace] == ["addmm"]
     assert not any(h.storage.unseen for h in second.baseline)
+
+
+def test_the_product_inside_softmaxs_backward_is_attentions(bench: Bench) -> None:
+    bench.step()
+    _, joined = bench.join()
+    taken = {id(e.storage): e.storage for e in joined.entries}.values()
+    hidden = [s for s in taken if s.op == "_softmax_backward_data" and s.sid < 0]
+    assert [s.nbytes for s in hidden] == [PRODUCT]
+    assert all(s.category() == "attention_grad" and s.attention_call() for s in hidden)
 
 
 def test_backward_has_the_forwards_lines(bench: Bench) -> None:
@@ -226,12 +238,26 @@ def test_memory_that_nobody_can_be_named_for_is_unattributed(bench: Bench) -> No
 
 
 def test_a_workspace_from_before_the_recording_is_known_by_its_size(bench: Bench) -> None:
-    bench.joiner.workspace_bytes = WORKSPACE
+    bench.joiner.workspaces = frozenset((WORKSPACE, LT_WORKSPACE))
+    bench.allocator.allocate(LT_WORKSPACE)
     bench.allocator.allocate(WORKSPACE)
     bench.take()
     bench.model(bench.x)
     _, joined = bench.join()
-    assert bytes_of(joined)["workspace"] == 2 * WORKSPACE
+    assert bytes_of(joined)["workspace"] == 2 * WORKSPACE + LT_WORKSPACE
+    assert from_before(joined) == 0
+
+
+def test_what_was_there_before_and_nobody_shows_is_told_apart(bench: Bench) -> None:
+    bench.allocator.allocate(5000)
+    bench.take()
+    bench.allocator.allocate(1000)
+    bench.model(bench.x)
+    _, joined = bench.join()
+    assert joined.peak_bytes - peak_of(joined).bytes == 5120 + 1024
+    assert from_before(joined) == 5120
+    _, later = bench.join()  # who holds it stays known
+    assert from_before(later) == 5120
 
 
 def test_a_failure_is_cut_off_at_the_request(bench: Bench) -> None:
