@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from ledger_models import CASES, build
-from provenance import write
+from provenance import RESULTS, provenance, write
 
 PLAIN = ("plain", "again", "third")
 KINDS = (*PLAIN, "profiled", "fake")
@@ -234,8 +234,11 @@ def gradients_after_backward(step: Any) -> int:
     return sum(alive.values())
 
 
-def overhead(case: str = "gpt2-sdpa-train", steps: int = 12) -> dict[str, Any]:
-    """Seconds of a step, plain and in `record`; and the host's memory before and after it."""
+def overhead(case: str = "gpt2-sdpa-train", steps: int = 12, times: int = 1) -> dict[str, Any]:
+    """Seconds of a step, plain and in `record`; and the host's memory before and after it.
+
+    times: how many of the case's batches are one.
+    """
     import resource
 
     import torch
@@ -243,6 +246,7 @@ def overhead(case: str = "gpt2-sdpa-train", steps: int = 12) -> dict[str, Any]:
     import fa_advisor
 
     model, inputs, _ = build(case, "cuda")
+    inputs = {name: x.repeat(times, *(1 for _ in x.shape[1:])) for name, x in inputs.items()}
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 
@@ -269,6 +273,7 @@ def overhead(case: str = "gpt2-sdpa-train", steps: int = 12) -> dict[str, Any]:
     memory = recording.report.memory
     return {
         "case": case,
+        "shape": next(list(x.shape) for x in inputs.values()),
         "plain_s": statistics.median(bare),
         "recorded_s": statistics.median(recorded),
         "factor": statistics.median(recorded) / statistics.median(bare),
@@ -284,6 +289,9 @@ def main() -> None:
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--workers", type=int, default=6, help="processes at a time")
+    parser.add_argument(
+        "--add", action="store_true", help="to the results that there are, from another machine"
+    )
     parser.add_argument("--overhead", action="store_true", help="only what a step costs")
     parser.add_argument("--one", nargs=2, metavar=("KIND", "CASE"), help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -291,7 +299,7 @@ def main() -> None:
         kind, case = args.one
         try:
             if kind == "overhead":
-                made = overhead()
+                made = overhead(times=int(case))
             elif kind in PLAIN:
                 made = plain(case, requests=kind == "again")
             else:
@@ -300,15 +308,21 @@ def main() -> None:
             made = {"error": traceback.format_exc()[-3000:]}
         print(json.dumps(made))
         return
-    whole = not args.only and args.kinds == ",".join(KINDS)
+    kinds = args.kinds.split(",")
+    whole = not args.only and "profiled" in kinds
+    cost: list[dict[str, Any]] = []
     if args.overhead or whole:
-        cost = _process("overhead", "")
-        print(json.dumps(cost), flush=True)
+        for times in ("1", "4"):
+            cost.append(_process("overhead", times))
+            print(json.dumps(cost[-1]), flush=True)
     if args.overhead:
         return
     cases = [case for case in CASES if args.only in case]
-    kinds = args.kinds.split(",")
     rows: dict[str, dict[str, Any]] = {case: {"case": case} for case in cases}
+    kept = json.loads((RESULTS / "ledger.json").read_text()) if args.add else {}
+    for row in kept.get("rows", ()):
+        if row["case"] in rows:
+            rows[row["case"]] = row
     folder = Path(tempfile.mkdtemp())
     os.environ[_FOLDER] = str(folder)
     with ThreadPoolExecutor(args.workers) as pool:
@@ -317,14 +331,16 @@ def main() -> None:
             jobs, pool.map(lambda j: _process(j[1], j[0]), jobs), strict=True
         ):
             rows[case][kind] = made
-            if kind == kinds[-1]:
-                rows[case] |= compared_requests(folder, case) | placed(rows[case])
-                print(_line(rows[case]), flush=True)
-    if whole:
-        import transformers
-
-        figures = {"question": __doc__, "transformers": transformers.__version__}
-        print(write("ledger", {**figures, "overhead": cost, "rows": list(rows.values())}))
+            if kind != kinds[-1]:
+                continue
+            rows[case] |= compared_requests(folder, case) | placed(rows[case])
+            print(_line(rows[case]), flush=True)
+            figures = {"question": __doc__, "overhead": cost, "rows": list(rows.values())}
+            if whole:  # After each, as a long run may be ended.
+                write("ledger", figures)
+    if args.add:
+        kept |= {"rows": list(rows.values()), f"provenance_of_{args.kinds}": provenance()}
+        (RESULTS / "ledger.json").write_text(json.dumps(kept, indent=2) + "\n")
 
 
 def _process(kind: str, case: str) -> dict[str, Any]:
