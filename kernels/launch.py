@@ -295,7 +295,7 @@ def _plan_forward(x: Inputs, o: Options) -> Forward:
             2: (*layouts[1], [1, 1, t.block_n, block_dv]),
         }
 
-    launch: Launch | hopper.Scheduled | None = None
+    launch: Launch | hopper.Scheduled | hopper.Ordered | None = None
     if out.numel():
         launch = hopper.forward(kind, o, q, k, v, out, row, span_strides, x)
         if launch is None:

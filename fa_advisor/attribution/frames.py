@@ -52,9 +52,14 @@ def users(frames: Frames, ours: tuple[str, ...] = ()) -> Iterator[Mapping[str, A
             yield frame
 
 
+def generated_frame(frames: Frames) -> Mapping[str, Any] | None:
+    """Where in code that Inductor generated this was allocated; `None`: not there."""
+    return next((frame for frame in frames[:3] if _GENERATED.search(frame["filename"])), None)
+
+
 def generated(frames: Frames) -> bool:
     """Did code that Inductor generated allocate this?"""
-    return any(_GENERATED.search(frame["filename"]) for frame in frames[:3])
+    return generated_frame(frames) is not None
 
 
 def in_backward(frames: Frames) -> bool:

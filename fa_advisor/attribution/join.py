@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from fa_advisor.attribution.arena import Given
 from fa_advisor.attribution.frames import Frames, generated, in_backward, user_line
+from fa_advisor.attribution.generated_code import GeneratedCode
 from fa_advisor.attribution.ledger import NOWHERE, WITH_A_PRODUCT, Entry, Held, Run, StepLog
 from fa_advisor.attribution.replay import Event, Replayed, Trace, replay
 from fa_advisor.attribution.storage import Storage
@@ -35,6 +36,7 @@ class Joiner:
     workspaces: frozenset[int] = frozenset()
     ours: tuple[str, ...] = ()
     owners: dict[int, Storage] = field(default_factory=dict)
+    code: GeneratedCode = field(default_factory=GeneratedCode)
     _next_sid: int = -1
 
     def join(self, step: StepLog, trace: Trace) -> tuple[StepLog, Replayed]:
@@ -74,7 +76,8 @@ class Joiner:
                     phase = Phase.BACKWARD
                 storage = claimed.get(id(given))
                 if storage is not None:
-                    _mend(storage, run, frames, phase, is_kept(phase, ended))
+                    if _mend(storage, run, frames, phase, is_kept(phase, ended)):
+                        self._read(storage, frames)
                 elif run is not None:
                     storage = self._inside(given, run, frames)
                     output = made.get(number)
@@ -135,7 +138,20 @@ class Joiner:
         source = user_line(frames, self.ours)
         storage = self._made(given, Run(COMPILED if compiled else UNSEEN, NOWHERE, phase, source))
         storage.unseen = not compiled
+        if compiled:
+            self._read(storage, frames)
         return storage
+
+    def _read(self, storage: Storage, frames: Frames) -> None:
+        """What the generated code says of a block that it allocated."""
+        buffer = self.code.buffer(frames)
+        if buffer is None:
+            return
+        storage.op = f"{COMPILED.name} {buffer.op}".rstrip()
+        if storage.label is None:
+            storage.label = buffer.role
+        if buffer.shape is not None:
+            storage.shape, storage.dtype = buffer.shape, buffer.dtype
 
     def _made(self, given: Given, run: Run) -> Storage:
         sid, self._next_sid = self._next_sid, self._next_sid - 1
@@ -241,11 +257,12 @@ class _Numbers:
         return self._events[index] if index < len(self._events) else self._end
 
 
-def _mend(storage: Storage, run: Run | None, frames: Frames, phase: Phase, kept: bool) -> None:
+def _mend(storage: Storage, run: Run | None, frames: Frames, phase: Phase, kept: bool) -> bool:
     """A storage first met as somebody's input, whose allocation was seen after all: by an
-    operator that showed it late, or by generated code. `kept`: it outlived the forward."""
+    operator that showed it late, or by generated code - then True. `kept`: it outlived the
+    forward."""
     if storage.op or not (run is not None or generated(frames)):
-        return
+        return False
     if storage.label == "input" and storage.fqn is None:
         storage.label = None
     if run is not None:
@@ -255,6 +272,7 @@ def _mend(storage: Storage, run: Run | None, frames: Frames, phase: Phase, kept:
     storage.phase = phase
     storage.read_in_backward = storage.read_in_backward or kept
     storage.source = storage.source or user_line(frames)
+    return run is None
 
 
 def _frames_before(trace: Trace) -> Mapping[int, Frames]:
