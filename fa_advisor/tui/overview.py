@@ -6,12 +6,14 @@ from rich.text import Text
 from textual.app import ComposeResult
 from textual.widgets import Static
 
+from fa_advisor.records import OutOfMemory
 from fa_advisor.report import Report
 from fa_advisor.tui.bars import Legend, Part, StackedBar, category_part
 from fa_advisor.tui.curve import Timeline
 from fa_advisor.tui.look import OTHER_COLOR, UNATTRIBUTED, Glyphs
 from fa_advisor.tui.pane import Pane, Scroller
 from fa_advisor.views.sizes import format_bytes, format_share
+from fa_advisor.views.text_failure import CAUSES, request
 
 
 class OverviewPane(Pane):
@@ -28,6 +30,8 @@ class OverviewPane(Pane):
         gone = self.report.advice.counterfactual_peak_bytes
         scale = max(memory.peak_allocated_bytes, gone or 0)
         with Scroller():
+            if self.report.out_of_memory is not None:
+                yield Static(ran_out(self.report.out_of_memory, self.glyphs))
             yield Static(verdict(self.report, self.glyphs))
             yield Static(peak_lines(self.report), classes="note", markup=False)
             yield Static("")
@@ -52,6 +56,22 @@ def peak_parts(report: Report) -> list[Part]:
     if report.memory.unattributed_bytes:
         parts.append(category_part(UNATTRIBUTED, report.memory.unattributed_bytes))
     return parts
+
+
+def ran_out(failed: OutOfMemory, glyphs: Glyphs) -> Text:
+    """What was asked for, why it wasn't there, what would make it fit; green what would alone."""
+    text = (
+        Text().append(" OUT OF MEMORY ", "bold red reverse").append(f"  {CAUSES[failed.cause]}\n")
+    )
+    place = f" {glyphs.dot} ".join(
+        glyphs.name(part) for part in (failed.fqn, failed.source or "") if part
+    )
+    text.append(request(failed, glyphs.name, place) + "\n")
+    for remedy in failed.remedies:
+        text.append(
+            f"{glyphs.bullet} {glyphs.name(remedy.text)}\n", "green" if remedy.enough else ""
+        )
+    return text
 
 
 def verdict(report: Report, glyphs: Glyphs) -> Text:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from rich.text import Text
 
@@ -26,7 +26,8 @@ def failure(report: ReportBody, page: Page) -> Iterator[Text]:
     verdict = Text("OUT OF MEMORY", style="bold red")
     verdict.append(f"  {CAUSES[failed.cause]}", style="not bold default")
     yield from page.filled(verdict, page.width)
-    yield from page.wrapped(Text(_request(failed, page)))
+    place = page.joined(page.plain(failed.fqn), page.plain(failed.source or ""))
+    yield from page.wrapped(Text(request(failed, page.plain, place)))
     if failed.step_peak_bytes is not None:
         yield from page.wrapped(
             f"The whole step needs {format_bytes(failed.step_peak_bytes)} (modelled); torch could"
@@ -38,15 +39,15 @@ def failure(report: ReportBody, page: Page) -> Iterator[Text]:
         yield from lines
 
 
-def _request(failed: OutOfMemory, page: Page) -> str:
+def request(failed: OutOfMemory, plain: Callable[[str], str], place: str) -> str:
+    """What was asked for, where, and what there was of it. plain: what makes a name showable."""
     text = f"{format_bytes(failed.requested_bytes)} in {failed.phase}"
     if failed.op:
-        text += f" for {page.plain(failed.op)}"
+        text += f" for {plain(failed.op)}"
     if failed.shape:
-        text += f" [{', '.join(map(str, failed.shape))}] {page.plain(failed.dtype)}"
+        text += f" [{', '.join(map(str, failed.shape))}] {plain(failed.dtype)}"
     if failed.category is not None:
         text += f", {failed.category}"
-    place = page.joined(page.plain(failed.fqn), page.plain(failed.source or ""))
     text += f" ({place})" if place else ""
     text += (
         f". The driver was asked for {format_bytes(failed.needed_bytes)} and had"

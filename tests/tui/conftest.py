@@ -96,6 +96,32 @@ NASTY = (
 )
 
 
+def failure(name: str = "bmm", place: str = "blocks.0.attn") -> r.OutOfMemory:
+    """A request for S that found no memory."""
+    return r.OutOfMemory(
+        requested_bytes=1024 * MIB,
+        needed_bytes=1024 * MIB,
+        missing_bytes=98 * MIB,
+        device_free_bytes=926 * MIB,
+        capacity_bytes=1024 * MIB,
+        cause="fragmentation",
+        phase="forward",
+        fqn=place,
+        op=name,
+        source="model.py:88",
+        shape=(16, 4096, 4096),
+        dtype="float32",
+        category="attention_score",
+        step_peak_bytes=4096 * MIB,
+        remedies=(
+            r.Remedy(kind="patch", text=f"without {name} it fits", saves_bytes=1, enough=True),
+            r.Remedy(kind="length", text=name, saves_bytes=None, enough=False, value=301),
+        ),
+        message=name,
+        traceback=name,
+    )
+
+
 def nasty_report() -> Report:
     """Names that are markup, too long, wide, invisible or empty."""
     base = samples.report(len(NASTY))
@@ -124,7 +150,13 @@ def nasty_report() -> Report:
             ),
         ),
         notes=NASTY,
+        out_of_memory=failure(NASTY[0], NASTY[2]),
     )
+
+
+def failed_report() -> Report:
+    """A step that ran out of memory."""
+    return replace(samples.report(), out_of_memory=failure())
 
 
 REPORTS: dict[str, Callable[[], Report]] = {
@@ -133,6 +165,7 @@ REPORTS: dict[str, Callable[[], Report]] = {
     "zero": zero_report,
     "large": large_report,
     "nasty": nasty_report,
+    "failed": failed_report,
 }
 
 

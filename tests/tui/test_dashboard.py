@@ -69,6 +69,18 @@ async def test_each_screen_says_what_it_should(key: str, words: list[str], text:
         assert [word for word in words if word not in page] == []
 
 
+async def test_a_step_that_ran_out_of_memory_says_so_first(
+    reports: dict[str, Callable[[], Report]], text: Text
+) -> None:
+    app = Dashboard(reports["failed"]())
+    async with app.run_test(size=(80, 50)) as pilot:
+        await pilot.pause(0.1)
+        page = text(app)
+    words = ["OUT OF MEMORY", "fragmentation", "1.00 GiB in forward for bmm", "model.py:88",
+             "98.00 MiB were missing", "without bmm it fits"]  # fmt: skip
+    assert [word for word in words if word not in page] == []
+
+
 @pytest.mark.parametrize(
     ("name", "size"),
     [
