@@ -83,7 +83,9 @@ def wide(
     return found
 
 
-def assert_close(found: Any, expected: tuple[Tensor, Tensor], most: float = ROUNDING) -> None:
+def assert_close(
+    found: Any, expected: tuple[Tensor, Tensor], most: float = ROUNDING, most_lse: float = 3e-3
+) -> None:
     out, lse = found
     true, true_lse = expected
     assert out.dtype == torch.bfloat16
@@ -92,7 +94,7 @@ def assert_close(found: Any, expected: tuple[Tensor, Tensor], most: float = ROUN
     assert torch.equal(lse == -math.inf, empty)
     assert not out[empty].any()
     torch.testing.assert_close(
-        lse.double().masked_fill(empty, 0), true_lse.masked_fill(empty, 0), rtol=0, atol=3e-3
+        lse.double().masked_fill(empty, 0), true_lse.masked_fill(empty, 0), rtol=0, atol=most_lse
     )
 
 
@@ -204,8 +206,10 @@ def test_the_rest_is_done_in_bf16(planned: list[bool], dim: int, options: dict[s
     elif "alibi_slopes" in options:
         options = {"alibi_slopes": torch.rand(4, device="cuda")}
     found = flash_attention(*three, return_lse=True, **options, **descales)
-    # Each of the three is rounded to bf16 once, and P and the result are.
-    assert_close(found, reference.attention(*wide(three, descales), **options), most=0.01)
+    # Each of the three is rounded to bf16 once, and P and the result are: a logit of some size by
+    # a share of 2^-8.
+    expected = reference.attention(*wide(three, descales), **options)
+    assert_close(found, expected, most=0.01, most_lse=0.03)
     assert planned == [False]
 
 
