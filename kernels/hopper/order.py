@@ -34,7 +34,8 @@ def _level(
     return tl.where(inside & (row < len_q), level, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["entries", "blocks", "heads", "side_by_side", "shift", "left",
+                               "right"])  # fmt: skip
 def order_kernel(
     order, cu_q, cu_k, entries, blocks, heads, side_by_side, shift, left, right,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BOTTOM_RIGHT: tl.constexpr,

@@ -202,7 +202,8 @@ def deal(kind: Kind, o: Options, cut: Tiles, q: Tensor) -> Pieces:
     costs = None if kind.varlen else [_cost(kind, o, block, cut) for block in range(blocks)]
     if costs is None or len(set(costs)) > 1:
         if costs is None or total > _MOST_SCHEDULED or torch.cuda.is_current_stream_capturing():
-            grid = total  # Then the GPU hands the pieces out, as processors are free for them.
+            if kind.has_left or kind.has_right or kind.varlen:
+                grid = total  # Then the GPU hands the pieces out, as processors are free for them.
         else:
             words = schedule_of(costs, batch_heads, side_by_side, grid, kind.group)
             schedule = torch.tensor(words, dtype=torch.int32, device=q.device)

@@ -21,7 +21,7 @@ def key_of_slot(slot):
     return slot % 4 // 2 * 8 + slot // 4 * 2 + slot % 2
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["len_k", "heads", "blocks"])
 def transpose_kernel(
     value, transposed, cu_k, stride_b, stride_h, stride_n, out_b, out_h, out_d,
     len_k, heads, blocks, dim,

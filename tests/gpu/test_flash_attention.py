@@ -178,6 +178,38 @@ def test_cuda_graph_replays_with_fresh_dropout() -> None:
     assert torch.equal(plain, flash_attention(x, x, x, is_causal=True))
 
 
+def test_packed_sequences_in_cuda_graphs_and_streams_have_their_own_order() -> None:
+    """Hopper puts them in order on the GPU and counts what is taken: at each replay anew."""
+    x = torch.randn(2100, 4, 64, device="cuda", dtype=torch.bfloat16)
+    ends = [[0, 900, 1000, 2100], [0, 1, 1, 2100], [0, 0, 0, 2100], [0, 700, 1400, 2100]]
+    cus = [torch.tensor(cu, device="cuda", dtype=torch.int32) for cu in ends]
+
+    def attend(cu: Tensor) -> Tensor:
+        more = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": 2100, "max_seqlen_k": 2100}
+        return flash_attention(x, x, x, is_causal=True, **more)
+
+    expected = [attend(cu) for cu in cus]
+    torch.cuda.synchronize()
+    given = cus[0].clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = attend(given)
+    streams = [torch.cuda.Stream() for _ in cus]
+    for _ in range(3):
+        for cu, out in zip(cus, expected, strict=True):
+            given.copy_(cu)
+            graph.replay()
+            assert torch.equal(found, out)
+        torch.cuda.synchronize()
+        beside = []
+        for stream, cu in zip(streams, cus, strict=True):
+            with torch.cuda.stream(stream):
+                beside.append(attend(cu))
+        torch.cuda.synchronize()
+        for one, out in zip(beside, expected, strict=True):
+            assert torch.equal(one, out)
+
+
 def test_float32_is_ieee_unless_tf32_is_allowed() -> None:
     x = torch.randn(3, 1, 2, 256, 64, device="cuda")
     truth, _ = reference.attention(*x)

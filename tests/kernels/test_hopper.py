@@ -272,6 +272,22 @@ def test_a_schedule_deals_out_every_piece_once_and_evenly() -> None:
         assert max(loads) <= sum(loads) / grid + max(costs)
 
 
+@pytest.mark.parametrize(("causal", "blocks_a_head"), [(False, None), (True, 6)])
+def test_without_a_schedule_only_uneven_rows_leave_the_persistent_grid(
+    causal: bool, blocks_a_head: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last block of rows, if it isn't full, is no reason to."""
+    monkeypatch.setattr(plan, "processors", lambda _: 132)
+    q = query(8, 16, 700, 128)
+    k, o = kind(q, q, is_causal=causal)
+    for capturing, most in ((True, 2**16), (False, 1)):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda c=capturing: c)
+        monkeypatch.setattr(plan, "_MOST_SCHEDULED", most)
+        pieces = plan.deal(k, o, plan.tiles_of(128, 128), q)
+        assert pieces.schedule is None
+        assert pieces.grid == (blocks_a_head * 8 * 16 if blocks_a_head else 132)
+
+
 def test_a_kernel_that_does_not_compile_is_said_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -289,19 +305,31 @@ def test_a_kernel_that_does_not_compile_is_said_once(
     assert "no attribute 'store'" in record.message and "portable" in record.message
 
 
+def seen_by_triton(number: int) -> tuple[bool, bool]:
+    """For what it compiles a kernel anew, where it isn't told not to."""
+    return number == 1, number % 16 == 0
+
+
 class Launched:
     """In the place of `Launch.__call__`: what was launched, with which arguments."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
         self.arguments: list[dict[str, Any]] = []
+        self.specialised: list[dict[str, Any]] = []
 
     def note(self, launch: Any, pointers: tuple[Any, ...]) -> None:
         _, static = launch._geometry(launch._tile)
         names = launch._kernel.arg_names
         assert len(pointers) + len(static) == len(names), launch._name
         self.names.append(launch._name)
-        self.arguments.append(dict(zip(names, (*pointers, *static), strict=True)))
+        given = dict(zip(names, (*pointers, *static), strict=True))
+        self.arguments.append(given)
+        self.specialised.append({
+            p.name: given[p.name] if p.is_constexpr else seen_by_triton(given[p.name])
+            for p in launch._kernel.params
+            if isinstance(given[p.name], int) and not p.do_not_specialize
+        })  # fmt: skip
 
 
 @pytest.fixture
@@ -367,6 +395,27 @@ def test_every_launch_has_the_arguments_of_its_kernel(
     for t, gradient in zip((q, k, v), gradients, strict=False):
         assert gradient is not None
         assert (gradient.shape, gradient.dtype) == (t.shape, t.dtype)
+
+
+@pytest.mark.parametrize("eight_bits", [False, True])
+def test_packed_sequences_of_other_lengths_are_no_other_kernels(
+    launched: Launched, eight_bits: bool
+) -> None:
+    """Whose compilation would hold up a training step now and then, for seconds."""
+    found = []
+    for batch, length in ((1, 576), (16, 2048), (1, 16640)):
+        launched.specialised.clear()
+        x = query(batch * length, 2, 64, dtype=E4M3 if eight_bits else torch.bfloat16)
+        cu = torch.arange(0, batch * length + 1, length, dtype=torch.int32)
+        inputs = Inputs(x, x, x, None, None, None, cu, cu, None)
+        o = Options(0.25, True, False, None, None, 0.0, 0.0, length, length)
+        if eight_bits:
+            assert launches.forward_fp8(inputs, o, Descales(None, None, None)) is not None
+        else:
+            out, lse, _ = launches.forward(inputs, o)(inputs)
+            launches.backward(inputs, o, out, None, out, lse, None, False)
+        found.append(list(launched.specialised))
+    assert found[0] == found[1] == found[2]
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -307,3 +307,28 @@ def test_a_fault_shows(file: str, healthy: str, ill: str, monkeypatch: pytest.Mo
         for _ in range(ATTEMPTS):
             for case in (CASES["window"], Case(batch=1, len_q=128, len_k=1500, head_dim=128)):
                 assert_forward_agrees(case)
+
+
+@pytest.mark.parametrize(
+    ("file", "healthy", "ill"),
+    [
+        ("pieces", "handed.index(turn)", "handed.index(0)"),
+        (
+            "forward",
+            "mbarrier.wait(q_empty.index(c), q_phase)\n            mbarrier.arrive(q_ready",
+            "mbarrier.arrive(q_ready",
+        ),
+        ("forward", "    EACH: gl.constexpr = SHARED_O or ORDERED\n", "    EACH = SHARED_O\n"),
+    ],
+    ids=["one place for two pieces", "the end told early", "a piece without a word"],
+)
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_fault_in_telling_of_pieces_shows(
+    file: str, healthy: str, ill: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(threaded, "PATIENCE_S", 1.0)
+    monkeypatch.setattr(threaded, "OFTEN", 0.5)
+    threaded.spoil(monkeypatch, file, healthy, ill)
+    with pytest.raises(AssertionError):
+        for _ in range(ATTEMPTS):
+            assert_forward_agrees(CASES["packed"])
