@@ -18,6 +18,7 @@ from fa_advisor.kernels.forward import forward_kernel
 from fa_advisor.kernels.fp8 import Descales
 from fa_advisor.kernels.hopper import fp8_plan as hopper_fp8
 from fa_advisor.kernels.hopper import plan as hopper
+from fa_advisor.kernels.hopper.dealing import Ordered, Scheduled
 from fa_advisor.kernels.kinds import (
     ADDITIVE,
     BOOLEAN,
@@ -169,7 +170,7 @@ class Forward(NamedTuple):
     backwards: the plans of such calls' backward, by what the forward doesn't say already.
     """
 
-    launch: Launch | hopper.Scheduled | hopper.Ordered | None
+    launch: Launch | Scheduled | Ordered | None
     spans: _Spans | None
     out: tuple[Any, Any]
     lse: tuple[Any, Any]
@@ -295,7 +296,7 @@ def _plan_forward(x: Inputs, o: Options) -> Forward:
             2: (*layouts[1], [1, 1, t.block_n, block_dv]),
         }
 
-    launch: Launch | hopper.Scheduled | hopper.Ordered | None = None
+    launch: Launch | Scheduled | Ordered | None = None
     if out.numel():
         launch = hopper.forward(kind, o, q, k, v, out, row, span_strides, x)
         if launch is None:

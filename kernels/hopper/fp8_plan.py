@@ -12,7 +12,7 @@ import triton
 from torch import Tensor
 
 from fa_advisor.kernels.fp8 import E4M3, Descales
-from fa_advisor.kernels.hopper import plan
+from fa_advisor.kernels.hopper import dealing, plan
 from fa_advisor.kernels.hopper.tiles import ROWS_OF_A_CONSUMER, fp8_tiles_of
 from fa_advisor.kernels.kinds import (
     NONE,
@@ -58,7 +58,7 @@ class Forward(NamedTuple):
     """
 
     transpose: Launch
-    attend: plan.Scheduled
+    attend: dealing.Scheduled
     transposed: tuple[int, ...]
     out: tuple[Any, Any]
     lse: tuple[Any, Any]
@@ -117,7 +117,7 @@ def forward(kind: Kind, o: Options, x: Inputs, descales: Descales) -> Forward | 
     out = like(q, kind.dim_v, torch.bfloat16)
     rows = (q.shape[1], q.shape[0]) if varlen else tuple(q.shape[:3])
     lse = q.new_empty(rows, dtype=torch.float32)
-    pieces = plan.deal(kind, o, cut, q)
+    pieces = dealing.deal(kind, o, cut, q)
     turning = (
         *strides3(v, varlen), *transposed.stride()[:3], o.max_seqlen_k, kv_heads, key_blocks,
         kind.dim_v, varlen, width, bn,
@@ -142,7 +142,7 @@ def forward(kind: Kind, o: Options, x: Inputs, descales: Descales) -> Forward | 
             "hopper_transpose", transpose_kernel, lambda _: (turns, turning),
             Tile(width, bn, 4, 1), adjustable=False,
         ),
-        attend=plan.Scheduled(
+        attend=dealing.Scheduled(
             Launch(
                 "hopper_fp8_forward", fp8_forward_kernel, lambda _: (pieces.grid, attending),
                 Tile(bm, bn, 4, cut.stages), lambda _: described, adjustable=False,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fa_advisor.kernels.fp8 import E4M3, Descales
 from fa_advisor.kernels.hopper import backward as kernels
-from fa_advisor.kernels.hopper import fp8_plan, plan
+from fa_advisor.kernels.hopper import dealing, fp8_plan, plan
 from fa_advisor.kernels.hopper.order import order_kernel
 from fa_advisor.kernels.kinds import Inputs, Options, kind_of, like
 
@@ -30,7 +30,7 @@ def planned_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "available", lambda _: True)
     monkeypatch.setattr(plan, "by_descriptor", lambda *_: True)
     monkeypatch.setattr(fp8_plan, "by_descriptor", lambda *_: True)
-    monkeypatch.setattr(plan, "processors", lambda _: 132)
+    monkeypatch.setattr(dealing, "processors", lambda _: 132)
     monkeypatch.setattr(plan, "compiles", lambda *_: True)
 
 

@@ -25,7 +25,7 @@ from fa_advisor.budgets.table import Problem
 from fa_advisor.kernels import kinds
 from fa_advisor.kernels import launch as launches
 from fa_advisor.kernels.fp8 import E4M3, Descales
-from fa_advisor.kernels.hopper import fp8_plan, plan
+from fa_advisor.kernels.hopper import dealing, fp8_plan, plan
 from fa_advisor.kernels.hopper.tiles import fp8_tiles_of
 from fa_advisor.kernels.kinds import Inputs, Options
 from fa_advisor.kernels.launcher import Launch
@@ -261,7 +261,7 @@ def test_a_schedule_deals_out_every_piece_once_and_evenly() -> None:
         side_by_side, grid = draw.randint(1, heads), draw.randint(1, min(132, pieces * heads))
         costs = [draw.choice((0.7, 1.7, 5.7, 20.7)) for _ in range(pieces)]
         together = draw.choice([n for n in range(1, heads + 1) if heads % n == 0])
-        words = plan.schedule_of(costs, heads, side_by_side, grid, together)
+        words = dealing.schedule_of(costs, heads, side_by_side, grid, together)
         offsets, dealt = words[: grid + 1], words[grid + 1 : -1]
         assert sorted(dealt) == list(range(pieces * heads))
         assert offsets[0] == grid + 1 and offsets[-1] == len(words) - 1
@@ -277,13 +277,13 @@ def test_without_a_schedule_only_uneven_rows_leave_the_persistent_grid(
     causal: bool, blocks_a_head: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The last block of rows, if it isn't full, is no reason to."""
-    monkeypatch.setattr(plan, "processors", lambda _: 132)
+    monkeypatch.setattr(dealing, "processors", lambda _: 132)
     q = query(8, 16, 700, 128)
     k, o = kind(q, q, is_causal=causal)
     for capturing, most in ((True, 2**16), (False, 1)):
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda c=capturing: c)
-        monkeypatch.setattr(plan, "_MOST_SCHEDULED", most)
-        pieces = plan.deal(k, o, plan.tiles_of(128, 128), q)
+        monkeypatch.setattr(dealing, "_MOST_SCHEDULED", most)
+        pieces = dealing.deal(k, o, plan.tiles_of(128, 128), q)
         assert pieces.schedule is None
         assert pieces.grid == (blocks_a_head * 8 * 16 if blocks_a_head else 132)
 
@@ -348,7 +348,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
     for module in (plan, fp8_plan, launches):
         monkeypatch.setattr(module, "by_descriptor", lambda *_: True)
     monkeypatch.setattr(plan, "available", lambda _: True)
-    monkeypatch.setattr(plan, "processors", lambda _: 132)
+    monkeypatch.setattr(dealing, "processors", lambda _: 132)
     monkeypatch.setattr(plan, "compiles", ready)
     monkeypatch.setattr(launches, "_check_device", lambda _: None)
     monkeypatch.setattr(launches, "_on", lambda _: nullcontext())

@@ -17,7 +17,7 @@ from fa_advisor.kernels import launch as launches
 from fa_advisor.kernels import reference
 from fa_advisor.kernels.arguments import check
 from fa_advisor.kernels.fp8 import E4M3, Descales, widened
-from fa_advisor.kernels.hopper import fp8_plan, plan
+from fa_advisor.kernels.hopper import dealing, fp8_plan, plan
 from fa_advisor.kernels.kinds import Inputs, Options
 from fa_advisor.kernels.launcher import Launch
 from fa_advisor.kernels.op import options_of
@@ -40,7 +40,7 @@ def as_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "by_descriptor", lambda *_: True)
     monkeypatch.setattr(plan, "SHORT", 0)
     monkeypatch.setattr(plan, "available", lambda _: True)
-    monkeypatch.setattr(plan, "processors", lambda _: PROCESSORS)
+    monkeypatch.setattr(dealing, "processors", lambda _: PROCESSORS)
     monkeypatch.setattr(plan, "compiles", lambda *_: True)
     monkeypatch.setattr(launches, "_check_device", lambda _: None)
     monkeypatch.setattr(launches, "_on", lambda _: nullcontext())
@@ -151,7 +151,7 @@ def assert_forward_agrees(case: Case, dtype: torch.dtype = torch.bfloat16) -> No
     given = {name: x.detach() for name, x in inputs(case, "cpu", dtype).items()}
     x, options = planned(case, given)
     made = launches.forward(x, options)
-    assert made.launch is None or isinstance(made.launch, (plan.Scheduled, plan.Ordered)), (
+    assert made.launch is None or isinstance(made.launch, (dealing.Scheduled, dealing.Ordered)), (
         "not Hopper's"
     )
     out, lse, _ = made(x)
@@ -240,7 +240,7 @@ def test_groups_of_heads_with_pieces_that_see_nothing(
 ) -> None:
     """Long keys: then such a piece stands between others."""
     torch.manual_seed(seed)
-    monkeypatch.setattr(plan, "_BYTES_SIDE_BY_SIDE", 1)
+    monkeypatch.setattr(dealing, "_BYTES_SIDE_BY_SIDE", 1)
     for head_dim in (128, 256):
         shape = {"batch": 4, "heads": 2, "len_q": 300, "len_k": 130, "head_dim": head_dim}
         assert_forward_agrees(Case(**shape, is_causal=True, bottom_right=True))
