@@ -35,7 +35,7 @@ def by_cause(shortage: Shortage, state: Above, *, others: int | None = None) -> 
             saves_bytes=None,
             enough=True,
         )
-        return [limit, in_pieces] if 0 < shortage.missing <= free else [limit]
+        return [limit, in_pieces] if free >= (shortage.missing or shortage.needed) else [limit]
     if shortage.cause == "other_processes" and others is not None:
         return [
             Remedy(

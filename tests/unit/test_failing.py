@@ -86,6 +86,9 @@ def test_what_lies_in_pieces_under_a_limit_is_said(monkeypatch: Any) -> None:
     told, _ = failed(monkeypatch, 3000 * MIB, 140_000 * MIB, state=pieces)
     assert told.cause == "limit" and told.missing_bytes == 1024 * MIB
     assert [r.kind for r in told.remedies][:2] == ["limit", "allocator"]
+    told, _ = failed(monkeypatch, None, 140_000 * MIB, state=pieces)
+    assert told.missing_bytes == 0
+    assert [r.kind for r in told.remedies][:2] == ["limit", "allocator"]
     told, _ = failed(monkeypatch, 1024 * MIB, 140_000 * MIB)
     assert "allocator" not in {r.kind for r in told.remedies}
 
