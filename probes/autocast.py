@@ -59,17 +59,15 @@ _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 
 _active = 0
 _library: torch.library.Library | None = None
-_original: Any = None
+_replaced: list[tuple[Any, str, Any]] = []  # whose, by which name, what it was
 
 
 @contextmanager
 def cuda_autocast() -> Iterator[None]:
     """Nests; what it changed is as it was after the outermost."""
-    global _active, _library, _original
-    cls = torch.amp.autocast_mode.autocast
+    global _active, _library
     if not _active:
-        _original = cls.__init__
-        cls.__init__ = _as_cpu(_original)  # type: ignore[method-assign]
+        _ask_the_cpus()
         _library = torch.library.Library("aten", "IMPL")
         rules = (
             (_IN_LOWER, _in_lower),
@@ -92,9 +90,35 @@ def cuda_autocast() -> Iterator[None]:
     finally:
         _active -= 1
         if not _active and _library is not None:
-            cls.__init__ = _original  # type: ignore[method-assign]
+            while _replaced:
+                setattr(*_replaced.pop())
             _library._destroy()
             _library = None
+
+
+def _ask_the_cpus() -> None:
+    """Who asks for CUDA's autocast (custom_fwd does, for one) is told of the CPU's."""
+    mode: Any = torch.amp.autocast_mode
+    enabled, dtype_of, cast = torch.is_autocast_enabled, torch.get_autocast_dtype, mode._cast
+
+    def is_enabled(device_type: str = "cuda") -> bool:
+        return enabled("cpu" if device_type == "cuda" else device_type)
+
+    def get_dtype(device_type: str = "cuda") -> torch.dtype:
+        return dtype_of("cpu" if device_type == "cuda" and enabled("cpu") else device_type)
+
+    def to_dtype(value: Any, device_type: str, dtype: torch.dtype) -> Any:
+        return cast(value, "cpu" if device_type == "cuda" else device_type, dtype)
+
+    for owner, name, new in (
+        (mode.autocast, "__init__", _as_cpu(mode.autocast.__init__)),
+        (mode, "_cast", to_dtype),
+        (torch, "is_autocast_enabled", is_enabled),
+        (torch, "get_autocast_dtype", get_dtype),
+        (torch, "get_autocast_gpu_dtype", get_dtype),
+    ):
+        _replaced.append((owner, name, getattr(owner, name)))
+        setattr(owner, name, new)
 
 
 def _as_cpu(original: Callable[..., None]) -> Callable[..., None]:

@@ -152,7 +152,59 @@ def test_autocast_is_left_as_it_was(run: Run) -> None:
     run(CUDA)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.ones(2, dtype=torch.bfloat16).softmax(-1).dtype is torch.bfloat16
-    assert torch.amp.autocast_mode.autocast.__init__.__qualname__ == "autocast.__init__"
+    mode = torch.amp.autocast_mode
+    assert mode.autocast.__init__.__qualname__ == "autocast.__init__"
+    assert mode._cast.__qualname__ == "_cast"
+    assert torch.is_autocast_enabled.__module__ == torch.get_autocast_dtype.__module__ == "torch"
+
+
+OF_ITS_OWN = """
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cuda", cast_inputs=torch.float32)
+    def forward(ctx, x):
+        assert x.dtype is torch.float32
+        return x * 2
+
+    @staticmethod
+    @torch.amp.custom_bwd(device_type="cuda")
+    def backward(ctx, grad):
+        return grad * 2
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = Attention()
+    def forward(self, x):
+        assert not torch.is_autocast_enabled("cuda")
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            assert torch.is_autocast_enabled() and torch.is_autocast_enabled("cuda")
+            assert torch.get_autocast_dtype("cuda") is torch.bfloat16
+            with torch.autocast("cuda"):
+                return Doubled.apply(self.attention(x))
+"""
+
+
+def test_code_that_asks_for_cudas_autocast_is_told_of_it(run: Run) -> None:
+    run(OF_ITS_OWN)
+
+
+LOSSES = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(64, 1000)
+    def forward(self, x):
+        p = self.head(x).sigmoid()
+        return F.binary_cross_entropy(p, torch.zeros_like(p), reduction=REDUCTION)
+"""
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_binary_cross_entropy_keeps_the_storage_of_all_losses(reduction: str, run: Run) -> None:
+    report = run(LOSSES.replace("REDUCTION", repr(reduction)))
+    (loss,) = [r for r in report.ledger if r.op == "binary_cross_entropy"]
+    assert loss.bytes == 2 * 128 * 1000 * 4
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
