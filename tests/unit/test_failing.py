@@ -52,6 +52,18 @@ def failed(
     return made.out_of_memory, asked[0]
 
 
+def test_what_the_model_of_the_whole_step_assumed_is_said() -> None:
+    report = samples.report()
+    gpu = GpuLedger(0, report.device)
+    fallen = Fallen(StepLog([], 0), MIB, 0, STATE, "bmm", NOWHERE, Phase.FORWARD, None, None)
+
+    def foresee(device: DeviceSpec) -> Report:
+        return replace(report, notes=(*report.notes, "it ran uncompiled"))
+
+    notes = with_failure(report, fallen, Raised("out of memory", ""), gpu, foresee).notes
+    assert notes == (*report.notes, "of the whole step, as it was modelled: it ran uncompiled")
+
+
 def test_under_a_limit_of_the_process_the_limit_is_what_there_was(monkeypatch: Any) -> None:
     told, device = failed(monkeypatch, 1024 * MIB, 140_000 * MIB)
     assert told.cause == "limit"

@@ -20,6 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fa_advisor
 from fa_advisor.errors import UsageError
+from fa_advisor.measure import foresee
 from fa_advisor.probes.modules import modules_of, parameters_of
 from fa_advisor.report import Report
 
@@ -419,7 +420,11 @@ def test_that_what_is_compiled_ran_uncompiled_is_said(how: str) -> None:
     with fa_advisor.record(model) as recording:
         model(batch())
     profiled = fa_advisor.profile(model, batch())
-    for report in (recording.report, profiled):
+    foreseen = foresee(
+        model, (batch(),), {}, mode="train", optimizer="none", device=profiled.device
+    )
+    assert foreseen is not None
+    for report in (recording.report, profiled, foreseen):
         assert sum("torch.compile" in note for note in report.notes) == 1
     plain = fa_advisor.profile(Wide(), batch())
     assert not any("torch.compile" in note for note in plain.notes)
