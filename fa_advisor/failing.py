@@ -67,9 +67,11 @@ def with_failure(
         growing = {"forward": sum(categories.get(name, 0) for name in _GROWING)}
         remedies = list(without_program(shortage, attention, growing, state, others=others))
     storage = fallen.storage
+    assumed = () if modelled is None else (n for n in modelled.notes if n not in report.notes)
     return replace(
         report,
         advice=_advice(report, modelled),
+        notes=(*report.notes, *(f"of the whole step, as it was modelled: {n}" for n in assumed)),
         out_of_memory=OutOfMemory(
             requested_bytes=fallen.requested,
             needed_bytes=shortage.needed,

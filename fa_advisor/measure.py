@@ -29,6 +29,7 @@ from fa_advisor.target.faults import target_traceback
 from fa_advisor.target.geometry import max_positions
 
 OnProgress = Callable[[Progress], None]
+UNCOMPILED = "what torch.compile compiles ran uncompiled here: compiled, it may hold less"
 
 
 @dataclass
@@ -122,6 +123,7 @@ class Run:
                 notes=(
                     *notes,
                     *(self.fake.assumptions if self.fake else ()),
+                    *((UNCOMPILED,) if watch.met_compiled or self._left_compiled else ()),
                     *(gpu.notes if gpu else ()),
                 ),
             )
@@ -131,6 +133,10 @@ class Run:
             return report
 
         return report_of
+
+    @property
+    def _left_compiled(self) -> bool:
+        return self.fake is not None and self.fake.left_compiled
 
     def _run_twice(
         self,
@@ -209,7 +215,9 @@ def foresee(
     tensors can't run it. Needs no memory, and leaves the model alone."""
     fake = FakeDevice()
     try:
-        subject = fake.copy_of(getattr(model, "_orig_mod", model))
+        original = getattr(model, "_orig_mod", model)
+        subject = fake.copy_of(original)
+        fake.left_compiled |= original is not model
         run = Run(
             model=subject,
             args=_on_host(args),

@@ -16,7 +16,7 @@ from fa_advisor.attribution.ledger import Ledger
 from fa_advisor.errors import UsageError
 from fa_advisor.failing import Raised, raised, with_failure
 from fa_advisor.gpu_ledger import GpuLedger, Measured
-from fa_advisor.measure import foresee
+from fa_advisor.measure import UNCOMPILED, foresee
 from fa_advisor.placement import dtype_of, sizes_of, specs_of
 from fa_advisor.probes.device import advise_for
 from fa_advisor.probes.events import Phase
@@ -141,6 +141,8 @@ class Recording:
                 *self._notes,
                 *(self._gpu.notes if self._gpu is not None else ()),
                 *((_LATE,) if watch.stream.late else ()),
+                *((UNCOMPILED,) if watch.met_compiled else ()),
+                *calls_elsewhere(watch),
             ),
         )
         if self._fallen is None or self._error is None or self._gpu is None:
@@ -198,6 +200,16 @@ def target_of(
         parameters=sum(p.numel() for p in parameters),
         trainable_parameters=sum(p.numel() for p in parameters if p.requires_grad),
         inputs=specs_of(called, args, kwargs) if called is not None else (),
+    )
+
+
+def calls_elsewhere(watch: Watch) -> tuple[str, ...]:
+    """A note where modules ran in threads that aren't followed."""
+    count = watch.scopes.calls_elsewhere
+    if not count:
+        return ()
+    return (
+        f"{count:,} calls of modules in other threads were not followed: what they made is missing",
     )
 
 

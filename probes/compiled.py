@@ -24,22 +24,46 @@ def hush() -> None:
 @contextmanager
 def uncompiled(on_met: Callable[[], None]) -> Iterator[None]:
     """`on_met` is called at the end where Dynamo was to compile something and didn't."""
-    before = {id(code) for code in _met()}
+    met: dict[int, Any] = {}
+    before = _codes()
+    _open.append(met)
+    if before is not None:
+        _listen(before)
     try:
         yield
     finally:
-        new = [code for code in _met() if id(code) not in before]
-        if new:
+        _open[:] = [other for other in _open if other is not met]
+        codes = _codes()
+        if before is None and codes is not None:  # it was imported meanwhile
+            met.update((id(code), code) for ref in list(codes.seen) if (code := ref()) is not None)
+        if codes is not None and not _open:
+            vars(codes).pop("add", None)
+        if met:
             from torch._C._dynamo.eval_frame import reset_code
 
-            for code in new:
+            for code in met.values():
                 reset_code(code)
             on_met()
 
 
-def _met() -> list[Any]:
-    """The code objects that Dynamo has been shown, if it has been imported at all."""
-    frames: Any = sys.modules.get("torch._dynamo.convert_frame")
-    tracker = getattr(frames, "input_codes", None)
-    references = getattr(tracker, "seen", ())
-    return [code for reference in list(references) if (code := reference()) is not None]
+# What Dynamo has been shown, a dict (code objects by id) for each of those that watch.
+_open: list[dict[int, Any]] = []
+
+
+def _codes() -> Any:
+    """Dynamo's own set of the code objects that it has ever been shown, if it has been imported."""
+    return getattr(sys.modules.get("torch._dynamo.convert_frame"), "input_codes", None)
+
+
+def _listen(codes: Any) -> None:
+    """Until the last one has stopped watching: what it has been shown before doesn't count."""
+    if "add" in vars(codes):
+        return
+    add = codes.add
+
+    def shown(code: Any) -> None:
+        for met in _open:
+            met[id(code)] = code
+        add(code)
+
+    codes.add = shown

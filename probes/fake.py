@@ -58,6 +58,7 @@ class FakeDevice:
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.building = False
         self._flex_seen = False
+        self.left_compiled = False  # a copy of a model that is compiled isn't
         self._written: dict[Any, tuple[int, ...]] = {}
         self._draws = Draws()
 
@@ -206,6 +207,8 @@ class FakeDevice:
             for value in vars(module).values():
                 if isinstance(value, Tensor) and value.device.type == "meta":
                     memo[id(value)] = self.fake(value, dtype)
+            if module._compiled_call_impl is not None:
+                self.left_compiled = True
         return copy.deepcopy(model, memo)
 
     def _parameter(

@@ -73,6 +73,14 @@ def _grouped_mm(func: Any, args: Any, kwargs: Any) -> _Call:
     return _aten.new_empty_strided.default, (a, size, strides), {"dtype": dtype}
 
 
+def _binary_cross_entropy(func: Any, args: Any, kwargs: Any) -> _Call | Tensor:
+    """Reduced in the storage of all the losses, which stays as large (ATen/native/cuda/Loss.cu)."""
+    reduction = args[3] if len(args) > 3 else kwargs.get("reduction", 1)
+    if reduction == 0 or not args[0].numel():
+        return func, args, kwargs
+    return torch.empty_like(args[0]).as_strided((), ())
+
+
 RULES: dict[Any, Any] = {
     **dict.fromkeys(CHOOSERS, _as_is),
     _aten.index.Tensor: _with_integer_indices,
@@ -83,4 +91,5 @@ RULES: dict[Any, Any] = {
     _aten._grouped_mm.default: _grouped_mm,
     _aten.isnan.default: _all_finite,
     _aten.isinf.default: _all_finite,
+    _aten.binary_cross_entropy.default: _binary_cross_entropy,
 }

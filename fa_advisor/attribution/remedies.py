@@ -12,32 +12,30 @@ from fa_advisor.records import Advice, Limit, Remedy
 
 def by_cause(shortage: Shortage, state: Above, *, others: int | None = None) -> list[Remedy]:
     """What the cause itself suggests."""
+    free = state.fragmented + state.cached
+    in_pieces = Remedy(
+        kind="allocator",
+        text=(
+            f"{size(free)} of what torch had reserved was free, the largest piece"
+            f" {size(state.largest_free)}: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+            " lets segments grow, so that it stays in one piece"
+        ),
+        saves_bytes=free,
+        enough=free >= shortage.missing,
+    )
     if shortage.cause == "fragmentation":
-        free = state.fragmented + state.cached
-        return [
-            Remedy(
-                kind="allocator",
-                text=(
-                    f"{size(free)} of what torch had reserved was free, the largest piece"
-                    f" {size(state.largest_free)}: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
-                    " lets segments grow, so that it stays in one piece"
-                ),
-                saves_bytes=free,
-                enough=free >= shortage.missing,
-            )
-        ]
+        return [in_pieces]
     if shortage.cause == "limit":
-        return [
-            Remedy(
-                kind="limit",
-                text=(
-                    "the device had room for the request: a limit of the process's own"
-                    " (torch.cuda.set_per_process_memory_fraction) refused it"
-                ),
-                saves_bytes=None,
-                enough=True,
-            )
-        ]
+        limit = Remedy(
+            kind="limit",
+            text=(
+                "the device had room for the request: a limit of the process's own"
+                " (torch.cuda.set_per_process_memory_fraction) refused it"
+            ),
+            saves_bytes=None,
+            enough=True,
+        )
+        return [limit, in_pieces] if free >= (shortage.missing or shortage.needed) else [limit]
     if shortage.cause == "other_processes" and others is not None:
         return [
             Remedy(

@@ -53,14 +53,14 @@ def diagnose(
     what other processes held, `allowed` what torch may reserve by a limit of the process's own
     (`None`: not known). Bytes."""
     needed = segment_for(requested, settings)
-    missing = max(0, needed - device_free)
+    short = max(0, needed - device_free)
+    beyond = max(0, state.reserved + needed - allowed) if allowed is not None else 0
+    missing = max(short, beyond)
     cause: Cause = "memory"
-    if missing == 0:
+    if short == 0:
         cause = "limit"
-        if allowed is not None:
-            missing = max(0, state.reserved + needed - allowed)
-    elif state.fragmented + state.cached + device_free >= needed:
+    elif state.fragmented + state.cached >= missing:
         cause = "fragmentation"
-    elif others is not None and others >= missing:
+    elif others is not None and others >= short and not beyond:
         cause = "other_processes"
     return Shortage(cause, requested, needed, missing)

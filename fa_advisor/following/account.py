@@ -12,7 +12,7 @@ from fa_advisor.gpu_ledger import GpuLedger
 from fa_advisor.probes.modules import buffers_of, parameters_of
 from fa_advisor.probes.opstream import torch_version
 from fa_advisor.probes.watch import Call, Watch
-from fa_advisor.recording import target_of
+from fa_advisor.recording import calls_elsewhere, target_of
 from fa_advisor.records import DeviceSpec, Mode, PatchOutcome, TargetSpec
 from fa_advisor.report import Report
 from fa_advisor.target.geometry import max_positions
@@ -127,9 +127,4 @@ def _unseen(facts: StepFacts, watch: Watch, on_gpu: bool) -> list[str]:
             "what torch.compile compiles ran uncompiled while it was followed; compiled, it may"
             " hold less, and after these steps it is"
         )
-    if watch.scopes.calls_elsewhere:
-        notes.append(
-            f"{watch.scopes.calls_elsewhere:,} calls of modules in other threads were not followed:"
-            " what they made is missing"
-        )
-    return notes
+    return [*notes, *calls_elsewhere(watch)]

@@ -103,11 +103,108 @@ def test_cross_entropy_is_cast_by_its_parts_as_on_cuda(run: Run) -> None:
     assert {r.dtype for r in rows if r.op == "nll_loss_backward"} == {"float32"}
 
 
+IMAGE = "x.transpose(1, 2).reshape(2, 64, 8, 16)"
+RULES = [
+    ("F.normalize(x, dim=-1)", "float32"),
+    ("F.cosine_similarity(x, x, dim=-1)", "float32"),
+    ("torch.pow(2, x)", "float32"),
+    ("x.cumprod(-1)", "float32"),
+    (f"F.interpolate({IMAGE}, scale_factor=2, mode='bilinear')", "float32"),
+    ("torch.zeros(2, 128, 64).scatter_add(1, torch.zeros(2, 128, 64).long(), x)", "float32"),
+    ("torch.tensordot(x, torch.zeros(64, 8), 1)", "float32"),
+    ("torch.einsum('bnc,cd->bnd', x.float(), torch.zeros(64, 8))", "bfloat16"),
+    (f"F.pad({IMAGE}, (1, 1, 1, 1), mode='reflect')", "bfloat16"),
+    ("F.avg_pool3d(x.view(2, 64, 8, 4, 4), 2)", "bfloat16"),
+    ("torch.cat([x, x])", "bfloat16"),
+]
+
+
+@pytest.mark.parametrize(("form", "dtype"), RULES)
+def test_autocast_has_cudas_rules(form: str, dtype: str, run: Run) -> None:
+    """As CUDA's autocast answers, seen in torch 2.11 on fake tensors of that device."""
+    run(f"""
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = Attention()
+    def forward(self, x):
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            x = self.attention(x)
+            assert ({form}).dtype is torch.{dtype}
+            return x
+""", "infer")  # fmt: skip
+
+
+def test_what_cudas_autocast_takes_as_it_is_is_not_copied(run: Run) -> None:
+    report = run("""
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.out = nn.Linear(64, 64)
+    def forward(self, x):
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            return torch.cat([self.out(x), x])
+""", "infer")  # fmt: skip
+    assert not any(r.op == "_to_copy" and r.dtype == "float32" for r in report.ledger)
+
+
 def test_autocast_is_left_as_it_was(run: Run) -> None:
     run(CUDA)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.ones(2, dtype=torch.bfloat16).softmax(-1).dtype is torch.bfloat16
-    assert torch.amp.autocast_mode.autocast.__init__.__qualname__ == "autocast.__init__"
+    mode = torch.amp.autocast_mode
+    assert mode.autocast.__init__.__qualname__ == "autocast.__init__"
+    assert mode._cast.__qualname__ == "_cast"
+    assert torch.is_autocast_enabled.__module__ == torch.get_autocast_dtype.__module__ == "torch"
+
+
+OF_ITS_OWN = """
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cuda", cast_inputs=torch.float32)
+    def forward(ctx, x):
+        assert x.dtype is torch.float32
+        return x * 2
+
+    @staticmethod
+    @torch.amp.custom_bwd(device_type="cuda")
+    def backward(ctx, grad):
+        return grad * 2
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = Attention()
+    def forward(self, x):
+        assert not torch.is_autocast_enabled("cuda")
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            assert torch.is_autocast_enabled() and torch.is_autocast_enabled("cuda")
+            assert torch.get_autocast_dtype("cuda") is torch.bfloat16
+            with torch.autocast("cuda"):
+                return Doubled.apply(self.attention(x))
+"""
+
+
+def test_code_that_asks_for_cudas_autocast_is_told_of_it(run: Run) -> None:
+    run(OF_ITS_OWN)
+
+
+LOSSES = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(64, 1000)
+    def forward(self, x):
+        p = self.head(x).sigmoid()
+        return F.binary_cross_entropy(p, torch.zeros_like(p), reduction=REDUCTION)
+"""
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_binary_cross_entropy_keeps_the_storage_of_all_losses(reduction: str, run: Run) -> None:
+    report = run(LOSSES.replace("REDUCTION", repr(reduction)))
+    (loss,) = [r for r in report.ledger if r.op == "binary_cross_entropy"]
+    assert loss.bytes == 2 * 128 * 1000 * 4
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

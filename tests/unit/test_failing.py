@@ -23,11 +23,16 @@ STATE = Above(97 * MIB, 98 * MIB, 0, MIB, 0, 0, MIB)
 
 
 def failed(
-    monkeypatch: pytest.MonkeyPatch, allowed: int | None, device_free: int
+    monkeypatch: pytest.MonkeyPatch,
+    allowed: int | None,
+    device_free: int,
+    *,
+    state: Above = STATE,
+    others: int | None = None,
 ) -> tuple[OutOfMemory, DeviceSpec]:
     """A GiB was asked for; and the GPU for which the whole step was modelled: 4.2 GiB, 241 MiB
     without attention's."""
-    monkeypatch.setattr("fa_advisor.failing.used_by_others_bytes", lambda index: None)
+    monkeypatch.setattr("fa_advisor.failing.used_by_others_bytes", lambda index: others)
     report = samples.report()
     asked: list[DeviceSpec] = []
 
@@ -40,11 +45,23 @@ def failed(
     gpu = GpuLedger(0, report.device)
     gpu.allowed = allowed
     fallen = Fallen(
-        StepLog([], 0), 1024 * MIB, device_free, STATE, "bmm", NOWHERE, Phase.FORWARD, None, None
+        StepLog([], 0), 1024 * MIB, device_free, state, "bmm", NOWHERE, Phase.FORWARD, None, None
     )
     made = with_failure(report, fallen, Raised("out of memory", ""), gpu, foresee)
     assert made.out_of_memory is not None
     return made.out_of_memory, asked[0]
+
+
+def test_what_the_model_of_the_whole_step_assumed_is_said() -> None:
+    report = samples.report()
+    gpu = GpuLedger(0, report.device)
+    fallen = Fallen(StepLog([], 0), MIB, 0, STATE, "bmm", NOWHERE, Phase.FORWARD, None, None)
+
+    def foresee(device: DeviceSpec) -> Report:
+        return replace(report, notes=(*report.notes, "it ran uncompiled"))
+
+    notes = with_failure(report, fallen, Raised("out of memory", ""), gpu, foresee).notes
+    assert notes == (*report.notes, "of the whole step, as it was modelled: it ran uncompiled")
 
 
 def test_under_a_limit_of_the_process_the_limit_is_what_there_was(monkeypatch: Any) -> None:
@@ -67,6 +84,27 @@ def test_a_full_device_is_smaller_than_what_is_allowed(monkeypatch: Any) -> None
     assert told.capacity_bytes == 698 * MIB and told.missing_bytes == 424 * MIB
 
 
+def test_a_limit_is_missing_bytes_too_where_the_device_is_full(monkeypatch: Any) -> None:
+    """Other processes hold enough, but without them the limit would refuse the request."""
+    told, _ = failed(monkeypatch, 98 * MIB, 600 * MIB, others=60_000 * MIB)
+    assert told.cause == "memory" and told.missing_bytes == 1024 * MIB
+    assert told.capacity_bytes == 98 * MIB
+    told, _ = failed(monkeypatch, 80_000 * MIB, 600 * MIB, others=60_000 * MIB)
+    assert told.cause == "other_processes" and told.missing_bytes == 424 * MIB
+
+
+def test_what_lies_in_pieces_under_a_limit_is_said(monkeypatch: Any) -> None:
+    pieces = Above(1000 * MIB, 3000 * MIB, 0, 2000 * MIB, 0, 0, 500 * MIB)
+    told, _ = failed(monkeypatch, 3000 * MIB, 140_000 * MIB, state=pieces)
+    assert told.cause == "limit" and told.missing_bytes == 1024 * MIB
+    assert [r.kind for r in told.remedies][:2] == ["limit", "allocator"]
+    told, _ = failed(monkeypatch, None, 140_000 * MIB, state=pieces)
+    assert told.missing_bytes == 0
+    assert [r.kind for r in told.remedies][:2] == ["limit", "allocator"]
+    told, _ = failed(monkeypatch, 1024 * MIB, 140_000 * MIB)
+    assert "allocator" not in {r.kind for r in told.remedies}
+
+
 @pytest.mark.parametrize(
     ("cublas", "cublaslt", "expected"),
     [
@@ -75,6 +113,10 @@ def test_a_full_device_is_smaller_than_what_is_allowed(monkeypatch: Any) -> None
         (":4096:8", "4096", (32 * MIB, 4 * MIB)),
         (":0:0", "0", (0, 0)),
         ("nonsense", "nonsense", (8_519_680, 1 << 20)),
+        (":4096:2 or so", " +4096KB", (8 * MIB, 4 * MIB)),
+        (":\u0664:\u0662", "\u00b2", (8_519_680, 1 << 20)),
+        (":4096:9999999999", "99999999999", (8_519_680, 1 << 20)),
+        (f":{'9' * 5000}:1", "9" * 5000, (8_519_680, 1 << 20)),
     ],
 )
 def test_the_workspaces_are_as_large_as_the_environment_says(

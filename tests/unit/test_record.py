@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fa_advisor
 from fa_advisor.errors import UsageError
+from fa_advisor.measure import foresee
 from fa_advisor.probes.modules import modules_of, parameters_of
 from fa_advisor.report import Report
 
@@ -388,3 +390,61 @@ def test_use_of_a_recording() -> None:
     with pytest.raises(UsageError, match="has been used"):
         recording.__enter__()
     assert hooks()["dispatch modes"] == 0
+
+
+def test_what_ran_in_another_thread_is_said() -> None:
+    model = Wide()
+    with fa_advisor.record(model) as recording:
+        model(batch())
+        other = threading.Thread(target=model, args=(batch(),))
+        other.start()
+        other.join()
+    assert sum("calls of modules in other threads" in n for n in recording.report.notes) == 1
+    with fa_advisor.record(model) as recording:
+        model(batch())
+    assert not any("threads" in note for note in recording.report.notes)
+
+
+@pytest.mark.filterwarnings("ignore:Using `torch.compile")
+@pytest.mark.parametrize("how", ["whole", "in place", "a part", "a function"])
+def test_that_what_is_compiled_ran_uncompiled_is_said(how: str) -> None:
+    model: Any = Wide()
+    if how == "whole":
+        model = torch.compile(model)
+    elif how == "in place":
+        model.compile()
+    elif how == "a part":
+        model.up.compile()
+    else:
+        model.forward = torch.compile(model.forward)
+    with fa_advisor.record(model) as recording:
+        model(batch())
+    profiled = fa_advisor.profile(model, batch())
+    foreseen = foresee(
+        model, (batch(),), {}, mode="train", optimizer="none", device=profiled.device
+    )
+    assert foreseen is not None
+    for report in (recording.report, profiled, foreseen):
+        assert sum("torch.compile" in note for note in report.notes) == 1
+    plain = fa_advisor.profile(Wide(), batch())
+    assert not any("torch.compile" in note for note in plain.notes)
+
+
+@pytest.mark.filterwarnings("ignore:Using `torch.compile")
+def test_what_was_recorded_twice_is_compiled_afterwards() -> None:
+    made = 0
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        nonlocal made
+        made += 1
+        return graph.forward
+
+    model = torch.compile(Attention().eval(), backend=backend)
+    model(batch())
+    assert made == 1
+    for _ in range(2):
+        with fa_advisor.record(model) as recording:
+            model(batch())
+        assert made == 1 and any("torch.compile" in note for note in recording.report.notes)
+    model(batch())
+    assert made == 2
