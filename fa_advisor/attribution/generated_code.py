@@ -30,6 +30,7 @@ _NO_KERNELS = frozenset(
     ("assert_size_stride", "assert_alignment", "reinterpret_tensor", "get_raw_stream", "del")
 )
 _PRODUCTS = ("bmm", "baddbmm")
+_LONGEST = 40  # of an operator's name: fused ones may list ten
 
 
 class Buffer(NamedTuple):
@@ -109,6 +110,8 @@ def _buffers(lines: list[str], first: int, last: int) -> Iterator[tuple[int, Buf
     for line_number, memory in memories.items():
         role = _role(memory, backward) if memory.numel in squares else None
         op = memory.kernels[0] if memory.kernels else ""
+        if len(op) > _LONGEST:
+            op = op[:_LONGEST].rpartition("_")[0] + "_etc"
         yield line_number, Buffer(op, memory.shape, memory.dtype, role)
 
 
@@ -139,8 +142,9 @@ def _role(memory: _Memory, backward: bool) -> Category | None:
         return "attention_grad"
     softmax = _softmax(memory)
     read = [at for at, kernel in enumerate(memory.kernels) if at and kernel in _PRODUCTS]
-    if not any(softmax) and not read:
-        return None
+    if not any(softmax):
+        # What dropout leaves of P meets V; a product that no softmax reads is nobody's score.
+        return "attention_prob" if read and not _is_product(memory) else None
     # In its place P takes the memory of S where that is used again.
     score = _is_product(memory) and not any(at > softmax.index(True) for at in read)
     return "attention_score" if score else "attention_prob"

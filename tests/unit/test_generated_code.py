@@ -49,6 +49,13 @@ class Runner:
             triton_per_fused__softmax_3.run(buf10, 1024, 128, stream=stream0)
             buf11 = reinterpret_tensor(buf10, (2, 4, 128, 128), (65536, 16384, 128, 1), 0); del buf10  # reuse
             extern_kernels.bmm(reinterpret_tensor(buf11, (8, 128, 128), (16384, 128, 1), 0), buf6, out=buf0)
+            # As large as a score, but no softmax reads the one, and dropout makes the other.
+            buf12 = empty_strided_cuda((8, 128, 128), (16384, 128, 1), torch.bfloat16)
+            extern_kernels.bmm(buf6, buf6, out=buf12)
+            extern_kernels.bmm(buf12, buf6, out=buf0)
+            buf13 = empty_strided_cuda((8, 128, 128), (16384, 128, 1), torch.bfloat16)
+            triton_poi_fused_native_dropout_view_clone_expand_where_zeros_4.run(buf11, buf13, 131072)
+            extern_kernels.bmm(buf13, buf6, out=buf0)
         return (buf6, buf7, )
 """  # noqa: E501
 BACKWARD = """
@@ -90,6 +97,8 @@ def written(tmp_path: Path) -> Any:
         (FORWARD, "buf7 =", "_log_softmax", None),
         (FORWARD, "buf8 =", "_scaled_dot_product_cudnn_attention", None),
         (FORWARD, "buf10 =", "bmm", "attention_prob"),
+        (FORWARD, "buf12 =", "bmm", None),
+        (FORWARD, "buf13 =", "native_dropout_view_clone_expand_where_etc", "attention_prob"),
         (BACKWARD, "buf0 =", "bmm", "attention_grad"),
         (BACKWARD, "buf1 =", "_softmax_backward_data", "attention_grad"),
         (BACKWARD, "buf2 =", "mm", None),
