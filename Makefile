@@ -22,8 +22,11 @@ help: ## Print this list
 demo: $(VENV)/.installed-run ## Install into .venv and profile the bundled example (no GPU needed)
 	$(VENV)/bin/fa-advisor profile --no-tui
 
+# The Tritons beside that of constraints.txt that Hopper's kernels are compiled with.
+TRITONS ?= 3.6.0 3.9.0
+
 .PHONY: test
-test: $(VENV)/.installed-test ## Install into .venv and run the tests that need no GPU
+test: $(VENV)/.installed-test $(addprefix .triton/,$(TRITONS)) ## Install into .venv and run the tests that need no GPU
 	$(VENV)/bin/pytest -n $(WORKERS) --dist loadfile -m "not gpu and not vision" $(PYTEST_ARGS)
 
 # The Triton that compile-tiles compiles with, if not the one of constraints.txt.
