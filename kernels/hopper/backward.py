@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from fa_advisor.kernels.hopper.common import FAR, accumulator, cheap_tanh, origin
+from fa_advisor.kernels.hopper.common import FAR, accumulator, cheap_tanh, lengths, origin
 from fa_advisor.kernels.hopper.compat import add_tile, load_tile, store_tile, viewed
 from fa_advisor.kernels.score import LOG2E
 
@@ -71,19 +71,6 @@ def owned(kv_heads, all_kv_heads, blocks_n, side):
     head = first + rest - block * width
     batch = head // kv_heads
     return block * 128, batch, head - batch * kv_heads
-
-
-@gluon.jit
-def lengths(batch, cu_q, cu_k, len_q, len_k, VARLEN: gl.constexpr):
-    """The sequence's first query and key in their storage, and how many it has of each."""
-    first_q = 0
-    first_k = 0
-    if VARLEN:
-        first_q = gl.load(cu_q + batch)
-        first_k = gl.load(cu_k + batch)
-        len_q = gl.load(cu_q + batch + 1) - first_q
-        len_k = gl.load(cu_k + batch + 1) - first_k
-    return first_q, first_k, len_q, len_k
 
 
 @gluon.jit

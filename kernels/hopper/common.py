@@ -31,6 +31,19 @@ def origin(batch, first, length, VARLEN: gl.constexpr):
 
 
 @gluon.jit
+def lengths(batch, cu_q, cu_k, len_q, len_k, VARLEN: gl.constexpr):
+    """The sequence's first query and key in their storage, and how many it has of each."""
+    first_q = 0
+    first_k = 0
+    if VARLEN:
+        first_q = gl.load(cu_q + batch)
+        first_k = gl.load(cu_k + batch)
+        len_q = gl.load(cu_q + batch + 1) - first_q
+        len_k = gl.load(cu_k + batch + 1) - first_k
+    return first_q, first_k, len_q, len_k
+
+
+@gluon.jit
 def cheap_tanh(x):
     """Tanh to about 1e-7: not of its value, but of 1, which is what a capped logit needs."""
     return 1.0 - 2.0 / (gl.exp2(x * (2.0 * LOG2E)) + 1.0)

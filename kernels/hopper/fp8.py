@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from fa_advisor.kernels.hopper.common import accumulator, cheap_tanh, origin
 from fa_advisor.kernels.hopper.compat import load_tile, store_tile
-from fa_advisor.kernels.hopper.consumers import cut, pass_by, row_maximum
+from fa_advisor.kernels.hopper.consumers import barriers, cut, pass_by, row_maximum
 from fa_advisor.kernels.hopper.pieces import (
     keys_of,
     limits,
@@ -386,21 +386,7 @@ def fp8_forward_kernel(
     k_s = gl.allocate_shared_memory(EIGHT, [STAGES, 1, 1, 1, BN, WIDTH], key.layout)
     v_s = gl.allocate_shared_memory(EIGHT, [STAGES, 1, 1, 1, BLOCK_DV, BN], transposed.layout)
     o_s = gl.allocate_shared_memory(out.dtype, [CONSUMERS, 1, 1, 1, BM, BLOCK_DV], out.layout)
-    q_ready = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
-    q_empty = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
-    k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for c in gl.static_range(CONSUMERS):
-        mbarrier.init(q_ready.index(c), count=1)
-        mbarrier.init(q_empty.index(c), count=1)
-    for s in gl.static_range(STAGES):
-        mbarrier.init(k_ready.index(s), count=1)
-        mbarrier.init(k_empty.index(s), count=CONSUMERS)
-        mbarrier.init(v_ready.index(s), count=1)
-        mbarrier.init(v_empty.index(s), count=CONSUMERS)
-    fence_async_shared()  # The copy engine counts on the barriers as well.
+    q_ready, q_empty, k_ready, k_empty, v_ready, v_empty = barriers(STAGES, CONSUMERS)
     buffers = (q_s, k_s, v_s, o_s, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty)
     numbers = (len_q, len_k, batch_heads, heads, blocks, side_by_side, left, right, 0, 0)
     more = (

@@ -5,6 +5,8 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from fa_advisor.kernels.hopper.common import lengths
+
 
 @gluon.jit
 def turns(schedule, total):
@@ -73,13 +75,7 @@ def work(
             block = blocks - 1 - block
     batch = batch_head // heads
     head = batch_head % heads
-    first_q = 0
-    first_k = 0
-    if VARLEN:
-        first_q = gl.load(cu_q + batch)
-        first_k = gl.load(cu_k + batch)
-        len_q = gl.load(cu_q + batch + 1) - first_q
-        len_k = gl.load(cu_k + batch + 1) - first_k
+    first_q, first_k, len_q, len_k = lengths(batch, cu_q, cu_k, len_q, len_k, VARLEN)
     return batch, head, block * ROWS, (first_q, len_q, first_k, len_k)
 
 

@@ -33,11 +33,10 @@ from fa_advisor.kernels.hopper.backward import (
     consumers_sync,
     fetch,
     first_row,
-    lengths,
     owned,
     write,
 )
-from fa_advisor.kernels.hopper.common import FAR, accumulator, cheap_tanh
+from fa_advisor.kernels.hopper.common import FAR, accumulator, cheap_tanh, lengths
 from fa_advisor.kernels.hopper.compat import load_tile, thread_barrier
 from fa_advisor.kernels.score import LOG2E
 
