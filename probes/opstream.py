@@ -51,7 +51,6 @@ class _Sort(Enum):
     OTHER = 2
 
 
-_TENSOR, _OTHER = _Sort.TENSOR, _Sort.OTHER
 _SORTS: dict[type, _Sort] = {}
 
 
@@ -231,26 +230,13 @@ class OpStream(TorchDispatchMode):
 
     def _record(self, op: Op, args: Any, kwargs: Any, out: Any, has_scalars: bool) -> None:
         inputs: list[tuple[int, Any]] = []
-        refs = self._refs
-        for value in args:  # `_inputs_in`, without the call
-            sort = _SORTS.get(type(value))
-            if sort is _TENSOR:
-                try:
-                    ref = refs.get(value.untyped_storage()._cdata)
-                except (NotImplementedError, RuntimeError):
-                    continue
-                if ref is not None:
-                    inputs.append((ref.sid, value.shape))
-                elif (sid := self.sid(value)) >= 0:
-                    inputs.append((sid, value.shape))
-            elif sort is not _OTHER:
-                self._inputs_in((value,), inputs)
+        self._inputs_in(args, inputs)
         if kwargs:
             self._inputs_in(kwargs.values(), inputs)
         outputs: list[tuple[int, Any, str, int]] = []
         made = False
         sort = _SORTS.get(type(out)) or _learn_type(type(out))
-        if sort is _TENSOR:
+        if sort is _Sort.TENSOR:
             made = self._output(out, outputs)
         elif isinstance(out, (list, tuple)):
             for item in out:
