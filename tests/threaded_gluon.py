@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +24,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+
+from fa_advisor.kernels import launch as launches
+from fa_advisor.kernels.hopper import plan
+from fa_advisor.kernels.launcher import Launch
 
 _PREFIX = "fa_advisor.kernels.hopper."
 KERNELS = Path(__file__).parents[1] / "kernels"
@@ -650,3 +655,22 @@ def launch(
         for program in range(grid):
             _local.program, _local.allocations = (program, grid), []
             kernel(*given, *numbers)
+
+
+def plan_as_on_hopper(
+    monkeypatch: pytest.MonkeyPatch, run: Callable[..., None], *modules: Any
+) -> None:
+    """For one test: every call is planned as for a Hopper GPU, and `run` in its launches' place.
+
+    modules: those that look at tensors by `by_descriptor`, beside the two that always do.
+    """
+    for module in (plan, launches, *modules):
+        monkeypatch.setattr(module, "by_descriptor", lambda *_: True)
+    monkeypatch.setattr(plan, "SHORT", 0)
+    monkeypatch.setattr(plan, "available", lambda _: True)
+    monkeypatch.setattr(plan, "compiles", lambda *_: True)
+    monkeypatch.setattr(launches, "_check_device", lambda _: None)
+    monkeypatch.setattr(launches, "_on", lambda _: nullcontext())
+    monkeypatch.setattr(launches, "_plans", {})
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(Launch, "__call__", run)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -17,9 +16,8 @@ from fa_advisor.kernels import launch as launches
 from fa_advisor.kernels import reference
 from fa_advisor.kernels.arguments import check
 from fa_advisor.kernels.fp8 import E4M3, Descales, widened
-from fa_advisor.kernels.hopper import dealing, fp8_plan, plan
+from fa_advisor.kernels.hopper import dealing, fp8_plan
 from fa_advisor.kernels.kinds import Inputs, Options
-from fa_advisor.kernels.launcher import Launch
 from fa_advisor.kernels.op import options_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
@@ -36,18 +34,9 @@ KERNELS = {
 @pytest.fixture(autouse=True)
 def as_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything is planned as for a GPU with few processors, and run by threads."""
-    for module in (plan, fp8_plan, launches):
-        monkeypatch.setattr(module, "by_descriptor", lambda *_: True)
-    monkeypatch.setattr(plan, "SHORT", 0)
-    monkeypatch.setattr(plan, "available", lambda _: True)
+    threaded.plan_as_on_hopper(monkeypatch, run, fp8_plan)
     monkeypatch.setattr(dealing, "processors", lambda _: PROCESSORS)
-    monkeypatch.setattr(plan, "compiles", lambda *_: True)
-    monkeypatch.setattr(launches, "_check_device", lambda _: None)
-    monkeypatch.setattr(launches, "_on", lambda _: nullcontext())
-    monkeypatch.setattr(launches, "_plans", {})
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    monkeypatch.setattr(Launch, "__call__", run)
 
 
 def run(launch: Any, _: int, *pointers: Any) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -16,9 +15,7 @@ from hypothesis import strategies as st
 from fa_advisor.kernels import launch as launches
 from fa_advisor.kernels import reference
 from fa_advisor.kernels.arguments import check
-from fa_advisor.kernels.hopper import plan
 from fa_advisor.kernels.kinds import Inputs
-from fa_advisor.kernels.launcher import Launch
 from fa_advisor.kernels.op import options_of
 
 LOG2E = math.log2(math.e)
@@ -32,16 +29,7 @@ KERNELS = {
 @pytest.fixture(autouse=True)
 def as_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything is planned as for a Hopper GPU, and run by threads."""
-    for module in (plan, launches):
-        monkeypatch.setattr(module, "by_descriptor", lambda *_: True)
-    monkeypatch.setattr(plan, "SHORT", 0)
-    monkeypatch.setattr(plan, "available", lambda _: True)
-    monkeypatch.setattr(plan, "compiles", lambda *_: True)
-    monkeypatch.setattr(launches, "_check_device", lambda _: None)
-    monkeypatch.setattr(launches, "_on", lambda _: nullcontext())
-    monkeypatch.setattr(launches, "_plans", {})
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    monkeypatch.setattr(Launch, "__call__", run)
+    threaded.plan_as_on_hopper(monkeypatch, run)
 
 
 def run(launch: Any, _: int, *pointers: Any) -> None:
