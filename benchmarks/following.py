@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,8 @@ except SystemExit:
     pass
 print("PEAK", torch.cuda.max_memory_allocated(), file=sys.stderr)
 """
+# Scripts side by side, where only their peaks are asked for.
+AT_A_TIME = 4
 # Following a training step may take so many times as long; the memory may grow by so much between
 # the 100th and the 1,000th step.
 MOST_TIMES, MOST_GROWTH = 3.0, 2 << 20
@@ -138,6 +141,26 @@ def peak_of(arguments: list[str], *, follow: bool) -> dict[str, Any]:
     }
 
 
+def _peaks(name: str) -> dict[str, Any]:
+    """Both peaks of a script, or why there aren't."""
+    plain = peak_of(CASES[name], follow=False)
+    if "error" in plain:
+        return {"does_not_run": plain["error"].splitlines()[-1]}
+    return {"plain_peak": plain["peak"], **peak_of(CASES[name], follow=True)}
+
+
+def _line(name: str, found: dict[str, Any]) -> str:
+    if "does_not_run" in found:
+        return f"{name}: doesn't run here: {found['does_not_run']}"
+    if "error" in found:
+        return f"{name}: NO REPORT: {found['error'][-300:]}"
+    return (
+        f"{name:22} {found['model']:20} plain {found['plain_peak']:>13,} report"
+        f" {found['peak']:>13,} ({found['peak'] - found['plain_peak']:+,}) unattributed"
+        f" {found['unattributed'] / found['peak']:.2%}"
+    )
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--loop", choices=["tiny", "gpt2"])
@@ -178,23 +201,11 @@ def main() -> int:
             flush=True,
         )
         bad += model == "gpt2" and every / plain > MOST_TIMES
-    for name, arguments in CASES.items() if gpu else ():
-        plain = peak_of(arguments, follow=False)
-        if "error" in plain:
-            print(f"{name}: doesn't run here: {plain['error'].splitlines()[-1]}", flush=True)
-            continue
-        followed = peak_of(arguments, follow=True)
-        figures["peaks"][name] = {"plain_peak": plain["peak"], **followed}
-        if "error" in followed:
-            print(f"{name}: NO REPORT: {followed['error'][-300:]}", flush=True)
-            bad += 1
-            continue
-        print(
-            f"{name:22} {followed['model']:20} plain {plain['peak']:>13,} report"
-            f" {followed['peak']:>13,} ({followed['peak'] - plain['peak']:+,}) unattributed"
-            f" {followed['unattributed'] / followed['peak']:.2%}",
-            flush=True,
-        )
+    with ThreadPoolExecutor(AT_A_TIME) as pool:
+        for name, found in zip(CASES, pool.map(_peaks, CASES) if gpu else (), strict=False):
+            figures["peaks"][name] = found
+            bad += "error" in found
+            print(_line(name, found), flush=True)
     print(f"saved to {write('following-gpu' if gpu else 'following-cpu', figures)}")
     return int(bad > 0)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable
+from itertools import takewhile
 from threading import get_ident
 from typing import Any
 
@@ -116,11 +117,14 @@ class Scopes:
         self.current, self.depth = NOWHERE, 0
 
     def forget_steps_before(self, number: int) -> int:
-        """Drop boundaries older than autograd's sequence number `number`; the number now."""
+        """Drop boundaries and lines older than autograd's sequence number `number`; the number
+        now."""
         at = bisect_right(self._numbers, number) - 1
         if at > 0:
             del self._numbers[:at]
             del self._boundary_scopes[:at]
+        for old in list(takewhile(lambda each: each < number, self._lines)):
+            del self._lines[old]
         return _sequence_number()
 
     def of_node(self, node: Any) -> Scope:

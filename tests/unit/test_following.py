@@ -156,6 +156,22 @@ def test_names_of_a_model_that_is_gone_go_to_the_next() -> None:
     assert [name for name in scopes.types if "Loss" in name] == ["MSELoss"]
 
 
+def test_what_belongs_to_past_steps_is_forgotten() -> None:
+    scopes, model = Scopes(), nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+    lengths, mark = [], 0
+    scopes.install()
+    try:
+        for _ in range(6):
+            out = model(torch.ones(1, 2))
+            scopes.mark_line(("model.py", 1))
+            assert out.grad_fn is not None and scopes.place_of_node(out.grad_fn)[1] is not None
+            mark = scopes.forget_steps_before(mark)
+            lengths.append((len(scopes._numbers), len(scopes._lines)))
+    finally:
+        scopes.remove()
+    assert max(lengths[2:]) == lengths[1]
+
+
 def test_a_recording_keeps_no_model() -> None:
     with fa_advisor.record() as recording:
         for _ in range(3):

@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, get_scheduler
 
 
 def training_function(args):
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=args.accumulate)
+    accelerator = Accelerator(gradient_accumulation_steps=args.accumulate)
     torch.manual_seed(42)
     config = LlamaConfig(
         vocab_size=160, hidden_size=48, intermediate_size=96, num_hidden_layers=2,
@@ -20,6 +20,7 @@ def training_function(args):
     model.gradient_checkpointing_enable()
     ids = torch.randint(160, (16, 48))
     loader = DataLoader(TensorDataset(ids), batch_size=4, shuffle=True)
+    sample = ids[:2].to(accelerator.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True)
     schedule = get_scheduler("linear", optimizer, 0, 4 * args.epochs)
     model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
@@ -36,7 +37,7 @@ def training_function(args):
                 optimizer.zero_grad()
         model.eval()
         with torch.no_grad():
-            loss = model(input_ids=ids[:2], labels=ids[:2]).loss
+            loss = model(input_ids=sample, labels=sample).loss
         accelerator.print(f"epoch {epoch}: {accelerator.gather(loss).item() > 0}")
 
 
