@@ -377,22 +377,17 @@ def fp8() -> str:
 def ledger() -> str:
     """How far the GPU's ledger adds up, and the estimate beside it."""
     result = _read("ledger")
-    first = {row["case"]: row for row in result["first_run"]}
     measured, estimates, shares = {}, {}, []
     for row in result["rows"]:
-        case = row["case"]
-        if "profiled" in row:
-            peak = row["plain"]["peak"]
-            shares.append(row["profiled"]["unattributed"] / row["profiled"]["peak"])
-        else:
-            row, peak = {**row, **first[case]}, first[case]["plain_peak"]
-            shares.append(row["unattributed_percent"] / 100)
+        case, peak = row["case"], row["plain"]["peak"]
+        shares.append(row["profiled"]["unattributed"] / row["profiled"]["peak"])
         measured[case] = (row["report_less_plain_bytes"], row["spread_of_plain_runs_bytes"])
         estimates[case] = row["fake"]["peak"] / peak - 1
     same = [case for case, (off, _) in measured.items() if off == 0]
     beyond = {case: off for case, (off, spread) in measured.items() if abs(off) > spread}
     far = {case: off for case, off in estimates.items() if abs(off) > 0.03}
     near = max(abs(off) for case, off in estimates.items() if case not in far)
+    asked = sum(row["history"]["same"] for row in result["rows"])
     where = result["provenance"]
     costs = ", ".join(
         f"{cost['factor']:.1f} at {cost['shape'][0]} x {cost['shape'][1]:,} tokens"
@@ -404,13 +399,13 @@ def ledger() -> str:
         f" the peak was unattributed. The report's peak was the plain run's to the byte in"
         f" {len(same)}, off by no more than two plain runs are in"
         f" {len(measured) - len(same) - len(beyond)}"
-        + "".join(f", and {off:+,} B off in {case}, though" for case, off in beyond.items())
-        + f" every request to the allocator was the same. The estimate without the GPU was within"
-        f" {near:.2%} of the plain peak in {len(estimates) - len(far)}; "
+        + "".join(f", and {off:+,} B off in {case}" for case, off in beyond.items())
+        + f"; {asked} asked the allocator for the same as the plain run, in the same order but for"
+        f" frees. The estimate without the GPU was within {near:.2%} of the plain peak in"
+        f" {len(estimates) - len(far)}; "
         + ", ".join(f"{case} {off:+.1%}" for case, off in far.items())
         + f". A recorded step of GPT-2 small took so many times a plain one: {costs}.\n\n"
-        f"{where['gpu']}, torch {where['torch']}, {where['date']}, commit {where['commit']}"
-        f" and {result['provenance_of_first_run']['commit']}.\n"
+        f"{where['gpu']}, torch {where['torch']}, {where['date']}, commit {where['commit']}.\n"
     )
 
 

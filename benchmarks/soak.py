@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
-from provenance import ROOT, write
+from provenance import RESULTS, ROOT, write
 
 import fa_advisor
 from fa_advisor.kernels import reference
@@ -125,10 +125,11 @@ def wrong(tensors: list[torch.Tensor], options: dict[str, Any]) -> dict[str, flo
     return beyond
 
 
-def worker(seed: int, count: int, processes: int, seconds: int) -> None:
-    """`count` calls of this process's kinds, or fewer where the time is over."""
-    draw = random.Random(seed)
-    torch.manual_seed(seed)
+def worker(seed: int, count: int, processes: int, seconds: int, run: int) -> None:
+    """`count` calls of this process's kinds, or fewer where the time is over; other ones in each
+    run."""
+    draw = random.Random(f"{seed} {run}")
+    torch.manual_seed(seed + processes * run)
     began, failures, done = time.time(), [], 0
     while done < count and time.time() < began + seconds:
         faulthandler.dump_traceback_later(PATIENCE_S, exit=True)
@@ -147,13 +148,22 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=10_000)
     parser.add_argument("--processes", type=int, default=len(KINDS), help="at most as many")
     parser.add_argument("--seconds", type=int, default=3600, help="at most; compiling included")
-    parser.add_argument("--one", type=int, nargs=4, help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--add", action="store_true", help="other calls, to the results that there are"
+    )
+    parser.add_argument("--one", type=int, nargs=5, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
         worker(*args.one)
         return
     processes = min(args.processes, len(KINDS))
-    given = [str(n) for n in (-(-args.count // processes), processes, args.seconds)]
+    earlier: list[dict[str, Any]] = []
+    if args.add:
+        before = json.loads((RESULTS / "soak.json").read_text())
+        earlier = [*before.pop("earlier", ()), {**before, "question": ""}]
+    given = [
+        str(n) for n in (-(-args.count // processes), processes, args.seconds, len(earlier))
+    ]  # fmt: skip
     running = [
         subprocess.Popen(
             [sys.executable, __file__, "--one", str(seed), *given],
@@ -186,6 +196,7 @@ def main() -> None:
         "died_or_hung": dead,
         "wrong": [failure for row in rows for failure in row["failures"]],
         "seconds": max((row["seconds"] for row in rows), default=None),
+        "earlier": earlier,
     }
     print(write("soak", figures), {**figures, "question": "", "wrong": figures["wrong"][:5]})
 

@@ -62,7 +62,9 @@ class GpuLedger:
         self._keep_trace = keep_trace
         self._cut: dict[str, Any] | None = None
         self._ledger = Ledger(modelled=False, closes=False)
-        self._joiner = Joiner(workspaces=frozenset(workspaces_on(device)), ours=LIBRARY)
+        workspaces = workspaces_on(device)
+        sizes = frozenset((workspaces.cublas, workspaces.cublaslt))
+        self._joiner = Joiner(workspaces=sizes, ours=LIBRARY)
         self._allocations: Allocations | None = None
         self._unread: list[Event] = []
         self._kept = Kept(warmup=warmup)

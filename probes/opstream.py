@@ -559,7 +559,9 @@ def _as_on_meta(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     return [t for t in found if isinstance(t, Tensor) and t.device.type == "meta"]
 
 
-_WITH_SCALARS = frozenset((Kind.SOFTMAX, Kind.DROPOUT, Kind.RANDOM, Kind.FUSED_ATTENTION))
+_WITH_SCALARS = frozenset(
+    (Kind.SOFTMAX, Kind.DROPOUT, Kind.RANDOM, Kind.FUSED_ATTENTION, Kind.REDUCTION)
+)
 
 
 def _extra(op: Op, args: Any) -> Any:
@@ -572,11 +574,26 @@ def _extra(op: Op, args: Any) -> Any:
         return -1
     if kind == Kind.DROPOUT:
         return float(args[1])
+    if kind == Kind.REDUCTION:
+        return _reduced(args[0], args[1] if len(args) > 1 else None)
     if kind == Kind.FUSED_ATTENTION and op.backend == "native":
         return int(args[2 if op.name.startswith("_transformer") else 4])  # heads
     if kind == Kind.RANDOM and op.name == "bernoulli_" and len(args) > 1:
         return float(args[1]) if isinstance(args[1], (int, float)) else None
     return None
+
+
+def _reduced(tensor: Tensor, dims: Any) -> Any:
+    """How a sum's operand lies in memory and what of it is summed."""
+    if tensor.layout is not torch.strided:
+        return None
+    if type(dims) is int:
+        dims = (dims,)
+    elif not isinstance(dims, (list, tuple)):
+        dims = ()
+    shape, dtype = tuple(tensor.shape), dtype_name(tensor.dtype)
+    offset = tensor.storage_offset()
+    return shape, tensor.stride(), offset, tuple(dims), dtype, tensor.itemsize
 
 
 def _leave_late() -> None:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from fa_advisor.attribution.allocator import CachingAllocator, rounded
 from fa_advisor.attribution.attention import AttentionMatcher
+from fa_advisor.attribution.reductions import REDUCTIONS, Operand, scratch_bytes
 from fa_advisor.attribution.replay import Above
 from fa_advisor.attribution.storage import Call, Origin, Shape, Storage
 from fa_advisor.attribution.workspaces import Workspaces
@@ -382,23 +383,34 @@ class Ledger:
                     continue
                 storage = known
             made.append((storage, shape))
-        inner = None
-        if op.name in WITH_A_PRODUCT and self._workspaces is not None and seen and made:
-            inner = self._take_product(seen[0][0], made[0][0])
+        inner = []
+        if self._workspaces is not None and seen and made:
+            if op.name in WITH_A_PRODUCT:
+                inner = [self._take_product(seen[0][0], made[0][0])]
+            elif op.name in REDUCTIONS and isinstance(extra, tuple):
+                inner = self._take_parts(self._workspaces, Operand(*extra), made[0][0])
         if phase is not Phase.OPTIMIZER:
             self._matcher.see(op, scope, phase, source, seen, made, extra)
-        if inner is not None:
-            inner.call, inner.role = made[0][0].call, made[0][0].role
-            self._release(inner)
+        for each in inner:
+            each.call, each.role = made[0][0].call, made[0][0].role
+            self._release(each)
 
     def _take_product(self, grad: Storage, output: Storage) -> Storage:
         """The memory that an operator of `WITH_A_PRODUCT` takes for as long as it runs."""
-        sid, self._next_pseudo_sid = self._next_pseudo_sid, self._next_pseudo_sid - 1
         nbytes = output.numel * (grad.nbytes // max(1, grad.numel))
+        return self._take_inside(output, output.shape, grad.dtype, nbytes)
+
+    def _take_parts(self, on: Workspaces, operand: Operand, output: Storage) -> list[Storage]:
+        """The memory that a sum takes for as long as it runs."""
+        itemsize = output.nbytes // max(1, output.numel)
+        sizes = scratch_bytes(operand, output.dtype, itemsize, on.processors, on.threads)
+        return [self._take_inside(output, (nbytes,), "uint8", nbytes) for nbytes in sizes]
+
+    def _take_inside(self, output: Storage, shape: Shape, dtype: str, nbytes: int) -> Storage:
+        sid, self._next_pseudo_sid = self._next_pseudo_sid, self._next_pseudo_sid - 1
         inner = Storage(
-            sid, output.shape, grad.dtype, nbytes,
-            output.op, output.scope, output.phase, output.source,
-        )  # fmt: skip
+            sid, shape, dtype, nbytes, output.op, output.scope, output.phase, output.source
+        )
         self._allocate(inner, output.phase)
         return inner
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from fa_advisor.attribution.ledger import StepLog
+from fa_advisor.attribution.reductions import REDUCTIONS
 from fa_advisor.attribution.storage import Storage
 
 _CONSTANT = frozenset(
@@ -39,7 +40,7 @@ def moments(step: StepLog, *, with_attention: bool) -> tuple[Moment, ...]:
         if known is None:
             if storage.attention_call() is not None:
                 known = 2
-            elif storage.label in _CONSTANT or _of_the_weights(storage):
+            elif storage.label in _CONSTANT or _of_the_weights(storage) or _of_a_sum(storage):
                 known = 0
             else:
                 known = 1
@@ -69,6 +70,11 @@ def _add_corner(corners: dict[Moment, None], alive: list[int], with_attention: b
 def _of_the_weights(storage: Storage) -> bool:
     """The optimizer's own temporaries are as large as the weights, whatever the length."""
     return storage.phase == 2
+
+
+def _of_a_sum(storage: Storage) -> bool:
+    """A sum's parts: as many as the GPU has blocks for, however much is summed (nearly)."""
+    return storage.op in REDUCTIONS and storage.dtype == "uint8"
 
 
 def largest_scale(moments: tuple[Moment, ...], budget: int, *, quadratic: bool) -> float | None:

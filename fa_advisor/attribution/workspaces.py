@@ -1,4 +1,6 @@
-"""The workspaces that torch gives to cuBLAS and cuBLASLt, one a handle and stream, and keeps."""
+"""What operators take beside their tensors on CUDA, and a model of the allocator has to know: the
+workspaces that torch gives to cuBLAS and cuBLASLt, one a handle and stream, and keeps; the parts of
+sums."""
 
 from __future__ import annotations
 
@@ -13,10 +15,13 @@ _DEFAULT_CUBLASLT = 1 << 20
 
 
 class Workspaces(NamedTuple):
-    """Bytes of each, as torch asks for them (aten/src/ATen/cuda/CublasHandlePool.cpp)."""
+    """Bytes of each, as torch asks for them (aten/src/ATen/cuda/CublasHandlePool.cpp); and the
+    GPU's streaming multiprocessors and threads of each, by which sums are parted."""
 
     cublas: int
     cublaslt: int
+    processors: int
+    threads: int
 
 
 def workspaces_on(device: DeviceSpec) -> Workspaces:
@@ -31,4 +36,4 @@ def workspaces_on(device: DeviceSpec) -> Workspaces:
     cublaslt = int(number[1]) << 10 if number else _DEFAULT_CUBLASLT
     if cublaslt > device.total_memory_bytes:
         cublaslt = _DEFAULT_CUBLASLT
-    return Workspaces(cublas, cublaslt)
+    return Workspaces(cublas, cublaslt, device.sm_count, 32 * device.max_warps_per_sm)

@@ -129,4 +129,4 @@ def test_the_workspaces_are_as_large_as_the_environment_says(
         monkeypatch.delenv(name, raising=False)
         if value is not None:
             monkeypatch.setenv(name, value)
-    assert workspaces_on(samples.device()) == expected
+    assert workspaces_on(samples.device())[:2] == expected
