@@ -7,9 +7,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from fa_advisor.attribution.ledger import StepLog
 from fa_advisor.attribution.limits import Moment, largest_scale, moments
 from fa_advisor.attribution.peak import Counterfactual, Peak, line, owner
+from fa_advisor.attribution.steps import StepLog
 from fa_advisor.recommend import FUSED, Eligible, Situation, expressible, recommendations
 from fa_advisor.records import (
     ATTENTION_CATEGORIES,

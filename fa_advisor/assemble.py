@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fa_advisor.advice import Facts, advise
 from fa_advisor.attribution import peak as peaks
-from fa_advisor.attribution.ledger import StepLog
+from fa_advisor.attribution.steps import StepLog
 from fa_advisor.budgets.api import OLDEST, kept_budgets
 from fa_advisor.budgets.table import MAX_HEAD_DIM, Problem
 from fa_advisor.eligibility import Eligibility

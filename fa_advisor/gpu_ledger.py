@@ -16,9 +16,10 @@ import torch
 from fa_advisor.attribution import chrome_trace
 from fa_advisor.attribution.failure import Fallen, fallen, last_failure
 from fa_advisor.attribution.join import Joiner
-from fa_advisor.attribution.ledger import Kept, Ledger, StepLog
+from fa_advisor.attribution.ledger import Ledger
 from fa_advisor.attribution.postmortem import Postmortem, explain
 from fa_advisor.attribution.replay import Trace, above
+from fa_advisor.attribution.steps import Kept, StepLog
 from fa_advisor.attribution.workspaces import workspaces_on
 from fa_advisor.probes.allocations import Allocations, obstacle
 from fa_advisor.probes.cuda_peaks import CudaPeaks

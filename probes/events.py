@@ -52,6 +52,9 @@ class Scope(NamedTuple):
     heads: int
 
 
+NOWHERE = Scope("", "", 0)
+
+
 class SdpaFacts(NamedTuple):
     """How scaled_dot_product_attention was called, and what runs it."""
 

@@ -13,10 +13,9 @@ import torch
 from torch import nn
 from torch.nn.modules import module as nn_module
 
-from fa_advisor.probes.events import Scope
+from fa_advisor.probes.events import NOWHERE, Scope
 from fa_advisor.probes.modules import buffers_of, modules_of, parameters_of
 
-NOWHERE = Scope("", "", 0)
 _sequence_number = torch._C._autograd._get_sequence_nr
 # Boundaries older than this are forgotten: their graphs are long gone.
 _MAX_BOUNDARIES = 400_000

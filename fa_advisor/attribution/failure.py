@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 
 from fa_advisor.attribution.frames import Frames, user_line
 from fa_advisor.attribution.join import stamp_of
-from fa_advisor.attribution.ledger import NOWHERE, StepLog
 from fa_advisor.attribution.replay import Above, Event, Replayed, Trace, above
+from fa_advisor.attribution.steps import StepLog
 from fa_advisor.attribution.storage import Storage
-from fa_advisor.probes.events import Kind, Op, Phase, Scope
+from fa_advisor.probes.events import NOWHERE, Kind, Op, Phase, Scope
 from fa_advisor.records import ATTENTION_CATEGORIES, Category
 
 

@@ -15,10 +15,11 @@ from dataclasses import dataclass, field
 from fa_advisor.attribution.arena import Given
 from fa_advisor.attribution.frames import Frames, generated, in_backward, user_line
 from fa_advisor.attribution.generated_code import GeneratedCode
-from fa_advisor.attribution.ledger import NOWHERE, WITH_A_PRODUCT, Entry, Held, Run, StepLog
+from fa_advisor.attribution.ledger import WITH_A_PRODUCT
 from fa_advisor.attribution.replay import Event, Replayed, Trace, replay
+from fa_advisor.attribution.steps import Entry, Held, Run, StepLog
 from fa_advisor.attribution.storage import Storage
-from fa_advisor.probes.events import Kind, Op, Phase
+from fa_advisor.probes.events import NOWHERE, Kind, Op, Phase
 
 COMPILED = Op("compiled", Kind.OTHER, False, "")
 UNSEEN = Op("", Kind.OTHER, False, "")

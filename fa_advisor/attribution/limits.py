@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from fa_advisor.attribution.ledger import StepLog
 from fa_advisor.attribution.reductions import REDUCTIONS
+from fa_advisor.attribution.steps import StepLog
 from fa_advisor.attribution.storage import Storage
 
 _CONSTANT = frozenset(

@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from fa_advisor.attribution.ledger import Held, StepLog
+from fa_advisor.attribution.steps import Held, StepLog
 from fa_advisor.attribution.storage import Call, Storage
 from fa_advisor.probes.events import Phase as StreamPhase
 from fa_advisor.records import (

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from fa_advisor.assemble import assemble
-from fa_advisor.attribution.ledger import StepLog
+from fa_advisor.attribution.steps import StepLog
 from fa_advisor.gpu_ledger import GpuLedger
 from fa_advisor.probes.modules import buffers_of, parameters_of
 from fa_advisor.probes.opstream import torch_version

@@ -9,12 +9,12 @@ import pytest
 
 import samples
 from fa_advisor.attribution.failure import Fallen
-from fa_advisor.attribution.ledger import NOWHERE, StepLog
 from fa_advisor.attribution.replay import Above
+from fa_advisor.attribution.steps import StepLog
 from fa_advisor.attribution.workspaces import workspaces_on
 from fa_advisor.failing import Raised, with_failure
 from fa_advisor.gpu_ledger import GpuLedger
-from fa_advisor.probes.events import Phase
+from fa_advisor.probes.events import NOWHERE, Phase
 from fa_advisor.records import DeviceSpec, OutOfMemory
 from fa_advisor.report import Report
 

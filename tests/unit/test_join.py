@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from fa_advisor.attribution.failure import fallen, last_failure
 from fa_advisor.attribution.frames import user_line
 from fa_advisor.attribution.join import Joiner
-from fa_advisor.attribution.ledger import Ledger, StepLog
+from fa_advisor.attribution.ledger import Ledger
 from fa_advisor.attribution.peak import from_before, peak_of, rows
 from fa_advisor.attribution.replay import Trace, replay
+from fa_advisor.attribution.steps import StepLog
 from fa_advisor.probes.device import advise_for
 from fa_advisor.probes.events import Code
 from fa_advisor.probes.opstream import OpStream

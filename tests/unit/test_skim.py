@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from fa_advisor.attribution.ledger import Ledger, StepLog
+from fa_advisor.attribution.ledger import Ledger
 from fa_advisor.attribution.peak import peak_of
+from fa_advisor.attribution.steps import StepLog
 from fa_advisor.probes.collector import Allowance
 from fa_advisor.probes.device import advise_for
 from fa_advisor.probes.events import Event
