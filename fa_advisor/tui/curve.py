@@ -1,9 +1,12 @@
-"""The timeline: memory in use over the measured step, attention's part, the peak marked."""
+"""The timeline: memory in use over the measured step by category, the peak marked."""
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from rich.color import Color
 from rich.segment import Segment
@@ -11,18 +14,42 @@ from rich.style import Style
 from textual.strip import Strip
 from textual.widget import Widget
 
-from fa_advisor.records import TimelinePoint
-from fa_advisor.tui.look import ATTENTION_COLOR, OTHER_COLOR, Glyphs
+from fa_advisor.records import CATEGORIES, TimelinePoint
+from fa_advisor.tui.look import COLORS, UNATTRIBUTED, Glyphs
 from fa_advisor.views.sizes import format_bytes
+
+# What stands for attention and for the rest where a category isn't known, or nothing has a colour.
+_ATTENTION, _REST = "attention_score", "parameter"
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What one column shows: the highest point that falls in it."""
+    """What one column shows: the highest point that falls in it, its categories from the bottom."""
 
     allocated: int
-    attention: int
     phase: str
+    names: tuple[str, ...]
+    tops: tuple[int, ...]  # in bytes, where each category ends
+
+
+def is_attention(name: str) -> bool:
+    """Whether a category is one of attention's N x N tensors."""
+    return name.startswith("attention_")
+
+
+_ORDER = sorted(CATEGORIES, key=lambda name: not is_attention(name))
+
+
+def stacked(point: TimelinePoint) -> Sample:
+    """A point's categories, attention's at the bottom, what is unattributed on top."""
+    counts = {name: n for name in _ORDER if (n := point.categories.get(name, 0)) > 0}
+    if not counts:
+        attention = min(point.attention_bytes, point.allocated_bytes)
+        counts = {_ATTENTION: attention, _REST: point.allocated_bytes - attention}
+    counts[UNATTRIBUTED] = max(0, point.allocated_bytes - sum(counts.values()))
+    return Sample(
+        point.allocated_bytes, point.phase, tuple(counts), tuple(accumulate(counts.values()))
+    )
 
 
 def samples(points: Sequence[TimelinePoint], width: int) -> list[Sample]:
@@ -38,7 +65,7 @@ def samples(points: Sequence[TimelinePoint], width: int) -> list[Sample]:
     out, last = [], points[0]
     for column in range(width):
         last = best.get(column, last)
-        out.append(Sample(last.allocated_bytes, last.attention_bytes, last.phase))
+        out.append(stacked(last))
     return out
 
 
@@ -75,29 +102,39 @@ class Timeline(Widget):
     def _curve_line(self, level: int) -> Strip:
         """The cells between `level` and `level + 1` of the curve's height, 0 at the bottom."""
         height = self.size.height - 2
-        top = max(1, max(sample.allocated for sample in self._samples))
-        segments = []
-        for sample in self._samples:
-            total = sample.allocated * height / top - level
-            attention = min(sample.attention, sample.allocated) * height / top - level
-            segments.append(self._cell(total, attention))
+        scale = max(1, max(sample.allocated for sample in self._samples)) / height
+        segments = [self._cell(sample, level * scale, scale) for sample in self._samples]
         return Strip(segments, len(segments))
 
-    def _cell(self, total: float, attention: float) -> Segment:
-        """One cell, `total` and `attention` cells high from its bottom."""
+    def _cell(self, sample: Sample, bottom: float, high: float) -> Segment:
+        """One cell: the category at its bottom, and what fills most of it above that."""
         base, levels = self.rich_style, self._glyphs.levels
-        part = attention if attention >= min(0.5, total) else total
-        red, step = part is attention and attention > 0, round(min(1.0, part) * len(levels))
-        if total <= 0 or step == 0:
+        names = [
+            self._at(sample, bottom + (step + 0.5) * high / len(levels))
+            for step in range(len(levels))
+        ]
+        lower = names[0]
+        if lower is None:
             return Segment(" ", base)
-        color = ATTENTION_COLOR if red else OTHER_COLOR
-        whole = step == len(levels)
-        # Without colour (and in ASCII) the texture tells attention from the rest.
-        textured = not red and whole and (self.app.no_color or len(levels) == 1)
-        glyph = self._glyphs.other if textured else levels[step - 1]
-        over = red and not whole and total >= 1
-        ground = Color.parse(OTHER_COLOR) if over else base.bgcolor
-        return Segment(glyph, Style.from_color(Color.parse(color), ground))
+        count = next((step for step, name in enumerate(names) if name != lower), len(names))
+        if count == len(names):
+            # Without colour (and in ASCII) the texture tells attention from the rest.
+            textured = not is_attention(lower) and (self.app.no_color or len(levels) == 1)
+            glyph = self._glyphs.other if textured else levels[-1]
+            return Segment(glyph, Style.from_color(Color.parse(COLORS[lower]), base.bgcolor))
+        upper = Counter(names[count:]).most_common(1)[0][0]
+        ground = base.bgcolor if upper is None else Color.parse(COLORS[upper])
+        return Segment(levels[count - 1], Style.from_color(Color.parse(COLORS[lower]), ground))
+
+    def _at(self, sample: Sample, nbytes: float) -> str | None:
+        """The category that far up a column; without colour only whether it is attention's."""
+        at = bisect_right(sample.tops, nbytes)
+        if at == len(sample.tops):
+            return None
+        name = sample.names[at]
+        if self.app.no_color:
+            return _ATTENTION if is_attention(name) else _REST
+        return name
 
     def _peak_line(self) -> str:
         at = max(range(len(self._samples)), key=lambda i: self._samples[i].allocated)
