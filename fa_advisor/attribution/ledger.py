@@ -255,7 +255,7 @@ class Ledger:
                 storage = Storage(sid, shape, dtype, nbytes, op.name, scope, phase, source)
                 storages[sid] = storage
                 storage.address = self._addresses.pop(sid, 0)
-                if op.kind is Kind.COMMUNICATION:
+                if op.kind is Kind.COMMUNICATION or _is_bucket(op, scope, shape):
                     storage.label = "communication"
                 self._allocate(storage, phase)
             else:
@@ -395,3 +395,9 @@ class Ledger:
         storage.block = -1
         self._allocated -= block
         self._step.entries.append(Entry(storage, -block, -storage.nbytes, phase))
+
+
+def _is_bucket(op: Op, scope: Scope, shape: Shape) -> bool:
+    """Gradients are gathered in it for the other processes: made by DistributedDataParallel's C++,
+    between the modules."""
+    return scope.type == "DistributedDataParallel" and op.name == "empty" and len(shape) == 1

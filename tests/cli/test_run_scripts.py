@@ -135,6 +135,8 @@ def _check_weights(case: Case, report: Report) -> None:
     exact = 4 * case.parameters * case.states + others  # RMSprop's: one
     # A fused or capturable optimizer's step counts are on the device.
     assert exact <= state <= exact + 4 * 200
+    buckets = categories["parameter"] if case.script == "ddp_single.py" else 0
+    assert categories.get("communication", 0) == buckets
 
 
 def _check_timeline(report: Report) -> None:
