@@ -149,11 +149,14 @@ def forward(
     spans = out.new_empty(4, dtype=torch.int32) if kind.bias == BOOLEAN else None
     lse = out.new_empty(4, dtype=torch.float32)
     bias = x.bias.view(torch.uint8) if x.bias is not None else None
+    cu = x.cu_seqlens_q, x.cu_seqlens_k
+    words = pieces.schedule if order is None else order.empty(q.device)
     pointers = (
-        q, k, v, out, lse, None, None, bias, spans, x.sinks, None, x.cu_seqlens_q, x.cu_seqlens_k,
-        None, pieces.schedule if order is None else order.empty(q.device),
+        q, k, v, out, lse, None, None, bias, spans, x.sinks, None, *cu, None, words,
     )  # fmt: skip
     if not compiles(launch, q.device, pointers):
+        return None
+    if order is not None and not compiles(order.launch, q.device, (words, *cu)):
         return None
     return Scheduled(launch, pieces.schedule) if order is None else Ordered(launch, order)
 
