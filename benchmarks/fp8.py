@@ -3,7 +3,8 @@
     python benchmarks/fp8.py                # writes benchmarks/results/fp8.json
 
 Speed: TFLOP/s of `flash_attention`, which in fp8 has V turned over first; 4 B H N^2 D a forward,
-half if causal. Median over rounds in which both take turns, of CUDA-event medians.
+half if causal. Median over rounds, of CUDA-event medians; in each both take turns, in another order
+and with a rest before, as in hopper.py.
 Accuracy: without a mask, the norm of the difference from attention in float64 over the numbers
 that the inputs stand for, in shares of its own norm, for V of deviation 1 around 0 and around 1;
 `slope` is how far the output is too long or too short along the true one. `p_rounded` is that error
@@ -13,7 +14,9 @@ Needs a GPU of compute capability 9.0.
 
 from __future__ import annotations
 
+import random
 import statistics
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -25,7 +28,8 @@ import fa_advisor
 
 # name, batch, heads, length, head dim.
 CELLS = (("16k", 1, 16, 16384, 128), ("4k", 4, 16, 4096, 128))
-ROUNDS = 5
+ROUNDS = 7
+REST_SECONDS = 0.1
 E4M3 = torch.float8_e4m3fn
 
 
@@ -45,11 +49,13 @@ def speed(name: str, b: int, h: int, n: int, d: int, causal: bool) -> dict[str, 
     }
     flop = 4 * b * h * n * n * d * (0.5 if causal else 1.0)
     times: dict[str, list[float]] = {key: [] for key in runs}
+    draw = random.Random(f"{name} {causal}")
     for turn in range(ROUNDS + 1):
-        for key, run in runs.items():
-            time = milliseconds(run)
+        for key in draw.sample(list(runs), len(runs)):
+            time.sleep(REST_SECONDS)
+            took = milliseconds(runs[key])
             if turn:  # The first round runs cold.
-                times[key].append(time)
+                times[key].append(took)
     row: dict[str, Any] = {"name": name, "causal": causal}
     for key, found in times.items():
         tflops = [flop / each / 1e9 for each in found]

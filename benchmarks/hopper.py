@@ -4,16 +4,18 @@ FlashAttention-2.
     python benchmarks/hopper.py             # writes benchmarks/results/hopper.json
 
 Median over rounds, of CUDA-event medians, bf16. In each round all take turns in another order, with
-a rest before each: who runs after a kernel that draws less power finds a higher clock. TFLOP/s
-count 4 B H N^2 D a forward (half if causal; for packed documents, the sum over them), 2.5 times
-that a backward. Each kind of call has a process of its own, so that they compile side by side and
-are timed one after the other. Needs a GPU of compute capability 9.0; FlashAttention-4 is left out
-where it can't be imported.
+a rest before each: who runs after a kernel that draws less power finds a higher clock; `rounds` is
+how many each was timed in. The forwards' results are held against cuDNN's (FlashAttention-2's where
+there is none). TFLOP/s count 4 B H N^2 D a forward (half if causal; for packed documents, the sum
+over them), 2.5 times that a backward. Each kind of call has a process of its own, so that they
+compile side by side and are timed one after the other. Needs a GPU of compute capability 9.0;
+FlashAttention-4 is left out where it can't be imported.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
 import math
 import random
@@ -42,9 +44,11 @@ CELLS = (
     ("4k, GQA 32:8", 4, 32, 8, 4096, 128),
 )
 DOCUMENTS = (4096, 512, 2048, 1024, 3072, 128, 768, 4736)
-# Who takes much longer than the fastest is timed in fewer rounds.
+# Who takes much longer than the fastest in a first, cold round is timed in fewer rounds.
 ROUNDS, ROUNDS_FAR_BEHIND, FAR_BEHIND = 7, 2, 1.25
 REST_SECONDS = 0.1
+# Of a result's norm: bf16 loses a tenth of it.
+WRONG = 2e-2
 DTYPE = torch.bfloat16
 Attention = Callable[..., torch.Tensor]
 
@@ -78,8 +82,7 @@ def dense(name: str, causal: bool) -> tuple[float, list[torch.Tensor], dict[str,
         "flex": _flex(n, causal, gqa),
     }
     if (fa4 := _fa4()) is not None:
-        # Its own layout is [B, N, H, D]: the same memory for all would cost the others nothing, but
-        # each is given what it is written for.
+        # It takes [B, N, H, D]: views of the same memory.
         def four(q: Any, k: Any, v: Any) -> torch.Tensor:
             out = fa4.flash_attn_func(*(t.transpose(1, 2) for t in (q, k, v)), causal=causal)
             return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
@@ -135,6 +138,13 @@ def _fa4() -> Any:
     return flash_attn.cute
 
 
+def _version_of_fa4() -> str | None:
+    try:
+        return importlib.metadata.version("flash-attn-4")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
 def milliseconds(run: Callable[[], Any]) -> float:
     """One round's median."""
     return float(triton.testing.do_bench(run, warmup=10, rep=50, return_mode="median"))
@@ -147,30 +157,40 @@ def worker(name: str, causal: bool) -> None:
     leaves = [t.requires_grad_() for t in tensors]
     errors: dict[str, str] = {}
     runs: dict[tuple[str, str], Callable[[], Any]] = {}
+    results: dict[str, torch.Tensor] = {}
     for peer, attention in peers.items():
+
+        def forward(attention: Attention = attention) -> Any:
+            with torch.no_grad():
+                return attention(*leaves)
+
         try:
+            results[peer] = forward()
+            runs[peer, "forward"] = forward
             out = attention(*leaves)
             grad = torch.randn_like(out)
-
-            def forward(attention: Attention = attention) -> Any:
-                with torch.no_grad():
-                    return attention(*leaves)
 
             def backward(out: torch.Tensor = out, grad: torch.Tensor = grad) -> Any:
                 return torch.autograd.grad(out, leaves, grad, retain_graph=True)
 
-            forward()
             backward()
-            runs[peer, "forward"], runs[peer, "backward"] = forward, backward
+            runs[peer, "backward"] = backward
         except Exception as error:
             errors[peer] = f"{type(error).__name__}: {str(error)[:200]}"
+    truth = results.get("cudnn", results["fa2"]).float()
+    for peer, result in results.items():
+        off = float((result.float() - truth).norm() / truth.norm())
+        if not off < WRONG:
+            errors[peer] = f"its result is {off:.2g} of its norm away from the others'"
+    results.clear()
     torch.cuda.synchronize()
     print("ready", flush=True)
     sys.stdin.readline()
     first = {key: milliseconds(run) for key, run in runs.items()}  # The first round runs cold.
     times: dict[tuple[str, str], list[float]] = {key: [] for key in runs}
+    draw = random.Random(f"{name} {causal}")
     for turn in range(ROUNDS):
-        for peer, direction in random.sample(list(runs), len(runs)):
+        for peer, direction in draw.sample(list(runs), len(runs)):
             fastest = min(took for key, took in first.items() if key[1] == direction)
             if turn < ROUNDS_FAR_BEHIND or first[peer, direction] < FAR_BEHIND * fastest:
                 time.sleep(REST_SECONDS)
@@ -183,6 +203,7 @@ def worker(name: str, causal: bool) -> None:
             "ms": statistics.median(found),
             "tflops": statistics.median(tflops),
             "range": [min(tflops), max(tflops)],
+            "rounds": len(found),
         }
     print(json.dumps(row), flush=True)
 
@@ -205,7 +226,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
         own = [ratio for label, ratio in ratios.items() if label.rsplit(", ", 1)[0] in plain]
         found[direction] = {
             "over_the_best": ratios,
-            "geometric_mean": math.exp(sum(map(math.log, own)) / max(1, len(own))),
+            "geometric_mean": math.exp(sum(map(math.log, own)) / len(own)) if own else None,
             "worst": min(own, default=None),
         }
     return found
@@ -217,13 +238,13 @@ def ceiling() -> float:
     return 2 * 8192**3 / milliseconds(lambda: a @ b) / 1e9
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
         worker(args.one[0], args.one[1] == "1")
-        return
+        return 0
     running = [
         subprocess.Popen(
             [sys.executable, __file__, "--one", name, str(int(causal))],
@@ -242,7 +263,7 @@ def main() -> None:
         row = json.loads(lines[-1]) if lines else {"name": name, "causal": causal, "errors": "died"}
         rows.append(row)
         shown = " ".join(
-            f"{peer} {row[peer]['forward']['tflops']:.0f}/{row[peer]['backward']['tflops']:.0f}"
+            f"{peer} " + "/".join(f"{found['tflops']:.0f}" for found in row[peer].values())
             for peer in ("ours", "cudnn", "fa4", "flex", "fa2")
             if peer in row
         )
@@ -250,10 +271,12 @@ def main() -> None:
         write("hopper", {
             "question": __doc__, "rows": rows, "summary": summary(rows),
             "matmul_tflops": matmul,
-            "flash_attn_4": getattr(_fa4(), "__version__", None),
+            "flash_attn_4": _version_of_fa4(),
         })  # fmt: skip
-    print(json.dumps(summary(rows), indent=1), f"matmul {matmul:.0f}")
+    found = summary(rows)
+    print(json.dumps(found, indent=1), f"matmul {matmul:.0f}")
+    return int(any(len(each["over_the_best"]) < len(rows) for each in found.values()))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -5,9 +5,9 @@
     python benchmarks/ledger.py --overhead  # only what the profiler costs a step, writes nothing
 
 For each of 24 cases, in a process of its own each: the plain run (its peak, three times, and six
-more where the report's is none of theirs, for the allocator's own spread; its parameters, gradients
-and optimizer state counted), the profiled run's report, and the estimate on fake tensors for the
-same GPU. And the time of a step of GPT-2 small, plain and recorded.
+more where the report's isn't between theirs, for the allocator's own spread; its parameters,
+gradients and optimizer state counted), the profiled run's report, and the estimate on fake tensors
+for the same GPU. And the time of a step of GPT-2 small, plain and recorded.
 
 `requests`: every request and free of the measured step, plain beside profiled, up to the plain
 run's end (the profiled one goes on to the optimizer's end, by frees alone). `history`: the same
@@ -335,7 +335,7 @@ def main() -> None:
             if kind != kinds[-1]:
                 continue
             rows[case] |= compared_requests(folder, case) | placed(rows[case])
-            if not rows[case].get("report_within_plain_runs", True) and kind != "fake":
+            if "profiled" in kinds and not rows[case].get("report_within_plain_runs", True):
                 more = pool.map(lambda _, case=case: _process("third", case), range(MORE))
                 rows[case]["more_plain_peaks"] = [made.get("peak") for made in more]
                 rows[case] |= placed(rows[case])

@@ -3,10 +3,12 @@
     python benchmarks/soak.py               # writes benchmarks/results/soak.json
 
 Random lengths, heads and batches over a fixed set of options, forward and backward, each held
-against torch's own computation in float32: relative error at most 1 % of out and 2 % of a gradient
-in bf16. Each process takes some of the sets, so that none is compiled twice. A watchdog ends a
-process that makes no progress for two minutes; of one that dies, the result holds the call that it
-was at and what it last said. Needs a GPU.
+against torch's own computation in float32: relative error at most 1 % of out and of the log-sum-
+exp, 2 % of a gradient in bf16. Each process takes some of the sets, so that none is compiled twice.
+A watchdog ends a process that makes no progress for two minutes; of one that dies, the result holds
+the call that it was at and what it last said. `by_kind` counts the calls that were done of each
+set, in KINDS' order; with --add other calls are drawn, and `earlier` holds the runs before. Needs a
+GPU.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import random
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -29,6 +32,7 @@ from provenance import RESULTS, ROOT, write
 import fa_advisor
 from fa_advisor.kernels import reference
 
+KEPT = RESULTS / "soak.json"
 PATIENCE_S = 120
 KINDS: tuple[dict[str, Any], ...] = (
     {"dim": 64},
@@ -59,13 +63,15 @@ def call(
     draw: random.Random, kinds: Sequence[dict[str, Any]]
 ) -> tuple[dict[str, Any], list[torch.Tensor], dict[str, Any]]:
     """A random call of one of the kinds: what it is, q, k, v, and its options."""
-    kind = dict(draw.choice(kinds))
+    chosen = draw.choice(kinds)
+    kind = dict(chosen)
     dim, packed = kind.pop("dim"), kind.pop("packed", False)
     short, mask = kind.pop("short", False), kind.pop("mask", None)
     groups = draw.choice((1, 2))
     heads = groups * draw.choice((1, 1, 4))
     told = {
-        "dim": dim, "packed": packed, "mask": mask, "heads": heads, "groups": groups, **kind
+        "kind": KINDS.index(chosen), "dim": dim, "packed": packed, "mask": mask,
+        "heads": heads, "groups": groups, **kind,
     }  # fmt: skip
     options: dict[str, Any] = {**kind, "enable_gqa": True}
 
@@ -106,14 +112,14 @@ def wrong(tensors: list[torch.Tensor], options: dict[str, Any]) -> dict[str, flo
     A gradient that is nothing but rounding, as with a single key, is held against dO.
     """
     leaves = [t.requires_grad_() for t in tensors]
-    out = fa_advisor.flash_attention(*leaves, **options)
+    out, lse = fa_advisor.flash_attention(*leaves, **options, return_lse=True)
     grad = torch.randn_like(out)
     found = [out, *torch.autograd.grad(out, leaves, grad)]
     wide = [t.detach().float().requires_grad_() for t in tensors]
     expected = {
         name: value for name, value in options.items() if not name.startswith(("max", "en"))
     }
-    true, _ = reference.attention(*wide, dtype=torch.float32, **expected)
+    true, true_lse = reference.attention(*wide, dtype=torch.float32, **expected)
     truth = [true, *torch.autograd.grad(true, wide, grad.float())]
     beyond = {}
     least = 1e-3 * float(grad.float().norm())
@@ -122,6 +128,11 @@ def wrong(tensors: list[torch.Tensor], options: dict[str, Any]) -> dict[str, flo
         error = float((one.detach().float() - other.detach()).norm()) / size
         if not error <= (1e-2 if name == "out" else 2e-2):
             beyond[name] = error
+    lse, true_lse = lse.detach(), true_lse.detach()
+    seen = true_lse > float("-inf")
+    error = float((lse - true_lse)[seen].norm() / true_lse[seen].norm().clamp(min=1e-6))
+    if not error <= 1e-2 or not torch.equal(seen, lse > float("-inf")):
+        beyond["lse"] = error
     return beyond
 
 
@@ -130,17 +141,35 @@ def worker(seed: int, count: int, processes: int, seconds: int, run: int) -> Non
     run."""
     draw = random.Random(f"{seed} {run}")
     torch.manual_seed(seed + processes * run)
-    began, failures, done = time.time(), [], 0
+    began, done = time.time(), 0
     while done < count and time.time() < began + seconds:
         faulthandler.dump_traceback_later(PATIENCE_S, exit=True)
         told, tensors, options = call(draw, KINDS[seed::processes])
-        done += 1
         print(json.dumps({"at": told}), flush=True)
-        beyond = wrong(tensors, options)
-        if beyond:
-            failures.append({"call": told, "errors": beyond})
+        done += 1
+        print(json.dumps({"wrong": wrong(tensors, options)}), flush=True)
     faulthandler.cancel_dump_traceback_later()
-    print(json.dumps({"done": done, "failures": failures, "seconds": time.time() - began}))
+
+
+def found(seed: int, process: Any, text: str, said: str) -> dict[str, Any]:
+    """What a process did, wherever it ended: calls done, those that came out wrong, its death."""
+    lines = [json.loads(line) for line in text.splitlines()]
+    calls = [line["at"] for line in lines if "at" in line]
+    ends = [line["wrong"] for line in lines if "wrong" in line]
+    dead: dict[str, Any] | None = None
+    if process.returncode != 0:
+        at = calls[len(ends)] if len(calls) > len(ends) else None
+        words = said.replace(f"{ROOT}/", "")[-1500:]
+        dead = {"seed": seed, "status": process.returncode, "at": at, "said": words}
+    return {
+        "kinds": [told["kind"] for told, _ in zip(calls, ends, strict=False)],
+        "wrong": [
+            {"call": told, "errors": errors}
+            for told, errors in zip(calls, ends, strict=False)
+            if errors
+        ],
+        "dead": dead,
+    }
 
 
 def main() -> None:
@@ -157,10 +186,16 @@ def main() -> None:
         worker(*args.one)
         return
     processes = min(args.processes, len(KINDS))
+    kernels = os.environ.get("FA_ADVISOR_KERNELS", "as they come")
     earlier: list[dict[str, Any]] = []
     if args.add:
-        before = json.loads((RESULTS / "soak.json").read_text())
+        if not KEPT.exists():
+            sys.exit(f"--add: there is no {KEPT} to add to")
+        before = json.loads(KEPT.read_text())
+        if before["kernels"] != kernels:
+            sys.exit(f"--add: {KEPT} is of other kernels: {before['kernels']}, not {kernels}")
         earlier = [*before.pop("earlier", ()), {**before, "question": ""}]
+    began = time.time()
     given = [
         str(n) for n in (-(-args.count // processes), processes, args.seconds, len(earlier))
     ]  # fmt: skip
@@ -173,32 +208,24 @@ def main() -> None:
     ]  # fmt: skip
     with ThreadPoolExecutor(processes) as pool:
         ends = list(pool.map(lambda process: process.communicate(), running))
-    rows: list[dict[str, Any]] = []
-    dead = []
-    for seed, (process, (text, said)) in enumerate(zip(running, ends, strict=True)):
-        last = json.loads((text.splitlines() or ["{}"])[-1])
-        if process.returncode == 0:
-            rows.append(last)
-        else:
-            status = process.returncode
-            dead.append(
-                {
-                    "seed": seed,
-                    "status": status,
-                    **last,
-                    "said": said.replace(f"{ROOT}/", "")[-1500:],
-                }
-            )
+    rows = [
+        found(seed, process, *end)
+        for seed, (process, end) in enumerate(zip(running, ends, strict=True))
+    ]
+    done = Counter(kind for row in rows for kind in row["kinds"])
     figures = {
         "question": __doc__,
-        "kernels": os.environ.get("FA_ADVISOR_KERNELS", "as they come"),
-        "shapes": sum(row["done"] for row in rows),
-        "died_or_hung": dead,
-        "wrong": [failure for row in rows for failure in row["failures"]],
-        "seconds": max((row["seconds"] for row in rows), default=None),
+        "kernels": kernels,
+        "shapes": done.total(),
+        "by_kind": [done[kind] for kind in range(len(KINDS))],
+        "died_or_hung": [row["dead"] for row in rows if row["dead"]],
+        "wrong": [each for row in rows for each in row["wrong"]],
+        "seconds": time.time() - began,
         "earlier": earlier,
     }
-    print(write("soak", figures), {**figures, "question": "", "wrong": figures["wrong"][:5]})
+    path = write("soak", figures)
+    print(path, {**figures, "question": "", "wrong": figures["wrong"][:5], "earlier": ""})
+    print("in all", figures["shapes"] + sum(run["shapes"] for run in earlier))
 
 
 if __name__ == "__main__":

@@ -32,6 +32,8 @@ from fa_advisor.kernels.score import LN2, LOG2E
 # P is at most 2^HEADROOM instead of 1, below e4m3's largest number, 448: what would be under its
 # smallest isn't. The sum of a row's P is as much larger, so the output isn't.
 HEADROOM = gl.constexpr(8.0)
+# What logits are times, at least: as good as 0.
+_LEAST_FACTOR = gl.constexpr(2.0**-100)
 
 
 @gluon.jit
@@ -297,6 +299,8 @@ def _consume(
             )
             factor = scale * _descale(q_descale, batch, head, stride_qb, stride_qh)
             factor *= _descale(k_descale, batch, head // group, stride_kb, stride_kh)
+            # A head of zeros has a factor of 0, and 0 times what masks put in, -inf, is NaN.
+            factor = gl.maximum(factor, _LEAST_FACTOR)
             rows = (lowest, highest, factor, softcap)
             mbarrier.wait(k_ready.index(slot), phase)
             s = _product(q_s, k_s, slot, CID, BM, BN, S)

@@ -147,8 +147,8 @@ def assert_forward_agrees(case: Case, dtype: torch.dtype = torch.bfloat16) -> No
     assert_near(case, given, out, lse, 6e-3)
 
 
-def assert_fp8_agrees(case: Case) -> None:
-    """The same in eight bits, with descales."""
+def assert_fp8_agrees(case: Case, zero: int | None = None) -> None:
+    """The same in eight bits, with descales; zero: those of query (0) or key (1) are 0."""
     given = {name: x.detach() for name, x in inputs(case, "cpu", torch.float32).items()}
     names = ("query", "key", "value")
     given |= {name: given[name].to(E4M3) for name in names}
@@ -157,6 +157,8 @@ def assert_fp8_agrees(case: Case) -> None:
         return
     batch = len(case.lengths) or case.batch
     descales = Descales(*(torch.rand(batch, t.shape[1]) + 0.5 for t in x[:3]))
+    if zero is not None:
+        descales[zero].zero_()
     found = launches.forward_fp8(x, options, descales)
     assert found is not None, "not Hopper's"
     cu = (x.cu_seqlens_q, x.cu_seqlens_k, x.cu_seqlens_k)
@@ -249,6 +251,12 @@ def in_eight_bits(case: Case) -> bool:
 def test_the_forward_on_eight_bits(name: str) -> None:
     torch.manual_seed(len(name))
     assert_fp8_agrees(CASES[name])
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("name", ["full", "causal", "window", "softcap, sinks"])
+def test_a_head_of_zeros_in_eight_bits(name: str, zero: int) -> None:
+    assert_fp8_agrees(CASES[name], zero)
 
 
 @settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
