@@ -127,8 +127,8 @@ def flash_attention(
         max_seqlen_k: longest of key's.
         causal_alignment: query i's position among the keys: "top-left": i, "bottom-right":
             i + Lk - Lq. Causality, window and ALiBi count from it.
-        q_descale: what query's float8_e4m3fn numbers are times: float32, not negative, broadcasts to
-            [B, H]; 1 by default. Not with other dtypes.
+        q_descale: what query's float8_e4m3fn numbers are times: float32, not negative, broadcasts
+            to [B, H]; 1 by default. Not with other dtypes.
         k_descale: the same for key, broadcasts to [B, G].
         v_descale: the same for value.
         return_lse: returns (out, lse): the natural log of the softmax's denominator, sinks

@@ -97,7 +97,7 @@ class Code(IntEnum):
 #   outputs  ((sid, shape, dtype, nbytes), ...); nbytes is -1 where the storage was known before
 #   number   which operator of the stream, from 1; only where the allocator's trace is recorded
 #   extra    dropout's p, softmax's dim, fused attention's facts that only the arguments tell;
-#            of a sum's operand shape, strides, offset, reduced dimensions, dtype and itemsize
+#            of a sum's operand shape, strides, offset, reduced dimensions and dtype
 # (FREE, sid)
 # (EXTERNAL, sid, shape, dtype, nbytes)    a storage that existed before the stream began
 # (RESIZE, sid, nbytes)

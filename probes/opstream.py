@@ -163,7 +163,7 @@ class OpStream(TorchDispatchMode):
         op, recorded, composite, call, _, _, _ = known
         if types and not self._all_plain(types):
             return NotImplemented  # a wrapper subclass: its inner ops come by on their own
-        if composite:
+        if composite and not _nested_among(args):  # those have kernels of their own
             return self._decompose(func, args, kwargs)
         execute = self._execute
         if self._stamp is not None and recorded:
@@ -305,7 +305,7 @@ class OpStream(TorchDispatchMode):
             return -1  # a scalar operand, which lives on the host
         nbytes = storage.nbytes()
         ref = self._number(storage, nbytes)
-        shape, dtype = tensor.shape, dtype_name(tensor.dtype)
+        shape, dtype = shape_of(tensor), dtype_name(tensor.dtype)
         self._events.append((Code.EXTERNAL, ref.sid, shape, dtype, nbytes))
         return ref.sid
 
@@ -318,14 +318,15 @@ class OpStream(TorchDispatchMode):
             if sort is _Sort.TENSOR:
                 try:  # the common case of `sid`, without the call
                     ref = refs.get(value.untyped_storage()._cdata)
+                    if ref is not None:
+                        inputs.append((ref.sid, value.shape))
+                        continue
                 except (NotImplementedError, RuntimeError):
-                    continue
-                if ref is not None:
-                    inputs.append((ref.sid, value.shape))
-                    continue
+                    if not value.is_nested:
+                        continue
                 sid = self.sid(value)
                 if sid >= 0:
-                    inputs.append((sid, value.shape))
+                    inputs.append((sid, shape_of(value)))
             elif sort is _Sort.SEQUENCE:
                 self._inputs_in(value, inputs)
 
@@ -336,16 +337,20 @@ class OpStream(TorchDispatchMode):
             return False
         nbytes = storage.nbytes()
         ref = self._refs.get(storage._cdata)
+        try:
+            shape = tensor.shape
+        except RuntimeError:
+            shape = shape_of(tensor)
         if ref is None:
             if self._is_here is not None and not self._is_here(tensor):
                 return False
             sid = self._number(storage, nbytes).sid
             dtype = tensor.dtype
-            outputs.append((sid, tensor.shape, _DTYPES.get(dtype) or dtype_name(dtype), nbytes))
+            outputs.append((sid, shape, _DTYPES.get(dtype) or dtype_name(dtype), nbytes))
             return True
         if nbytes != ref.nbytes:
             self._resized(storage, ref)
-        outputs.append((ref.sid, tensor.shape, "", -1))
+        outputs.append((ref.sid, shape, "", -1))
         return False
 
     def _number(self, storage: Any, nbytes: int) -> _Ref:
@@ -533,6 +538,18 @@ def torch_version() -> tuple[int, int]:
     return int(major), int(minor)
 
 
+def _nested_among(args: tuple[Any, ...]) -> bool:
+    return any(isinstance(value, Tensor) and value.is_nested for value in args)
+
+
+def shape_of(tensor: Tensor) -> Any:
+    """A tensor's shape; how many numbers it has where it has none: nested ones."""
+    try:
+        return tensor.shape
+    except RuntimeError:
+        return torch.Size((tensor.numel(),))
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """`bfloat16`, as reports write it."""
     name = _DTYPES.get(dtype)
@@ -585,15 +602,14 @@ def _extra(op: Op, args: Any) -> Any:
 
 def _reduced(tensor: Tensor, dims: Any) -> Any:
     """How a sum's operand lies in memory and what of it is summed."""
-    if tensor.layout is not torch.strided:
+    if tensor.layout is not torch.strided or tensor.is_nested:
         return None
     if type(dims) is int:
         dims = (dims,)
     elif not isinstance(dims, (list, tuple)):
         dims = ()
-    shape, dtype = tuple(tensor.shape), dtype_name(tensor.dtype)
-    offset = tensor.storage_offset()
-    return shape, tensor.stride(), offset, tuple(dims), dtype, tensor.itemsize
+    shape, strides, offset = tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
+    return shape, strides, offset, tuple(dims), dtype_name(tensor.dtype)
 
 
 def _leave_late() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Callable
 from itertools import takewhile
 from threading import get_ident
@@ -19,6 +20,8 @@ from fa_advisor.probes.modules import buffers_of, modules_of, parameters_of
 _sequence_number = torch._C._autograd._get_sequence_nr
 # Boundaries older than this are forgotten: their graphs are long gone.
 _MAX_BOUNDARIES = 400_000
+# Of those of steps that have ended, so many are kept, for graphs that live on.
+_KEPT = 4_096
 
 
 # Where modules keep their number of heads, for calls whose shapes fold heads into the batch.
@@ -52,6 +55,7 @@ class Scopes:
         self._numbers: list[int] = []
         self._boundary_scopes: list[Scope] = []
         self._lines: dict[int, tuple[str, int]] = {}
+        self._steps: deque[int] = deque()  # the sequence numbers at which they ended
         self._handles: list[Any] = []
 
     def add_root(self, module: nn.Module) -> str:
@@ -115,16 +119,19 @@ class Scopes:
         self._stack.clear()
         self.current, self.depth = NOWHERE, 0
 
-    def forget_steps_before(self, number: int) -> int:
-        """Drop boundaries and lines older than autograd's sequence number `number`; the number
-        now."""
+    def step_ends(self) -> None:
+        """A step has. What nodes of earlier ones were made by is forgotten where that is much."""
+        self._steps.append(_sequence_number())
+        while len(self._steps) > 1 and max(len(self._numbers), len(self._lines)) > _KEPT:
+            self._forget_before(self._steps.popleft())
+
+    def _forget_before(self, number: int) -> None:
         at = bisect_right(self._numbers, number) - 1
         if at > 0:
             del self._numbers[:at]
             del self._boundary_scopes[:at]
         for old in list(takewhile(lambda each: each < number, self._lines)):
             del self._lines[old]
-        return _sequence_number()
 
     def of_node(self, node: Any) -> Scope:
         """The module whose forward made an autograd node."""

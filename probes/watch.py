@@ -31,7 +31,7 @@ from fa_advisor.probes.fake import FakeDevice, cuda_calls_as_cpu
 from fa_advisor.probes.lines import user_line
 from fa_advisor.probes.masks import is_triangular
 from fa_advisor.probes.modules import buffers_of, modules_of, parameters_of
-from fa_advisor.probes.opstream import OpStream
+from fa_advisor.probes.opstream import OpStream, shape_of
 from fa_advisor.probes.scopes import Scopes, qualified
 from fa_advisor.probes.structure import tensors_in
 from fa_advisor.records import DeviceSpec
@@ -359,7 +359,7 @@ def outline(value: Any) -> Any:
     """The same structure with tensors that have a shape and a dtype but no memory."""
     if isinstance(value, Tensor):
         with _disable_current_modes():
-            return torch.empty(value.shape, dtype=value.dtype, device="meta")
+            return torch.empty(shape_of(value), dtype=value.dtype, device="meta")
     if isinstance(value, dict):
         return {name: outline(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -283,8 +283,7 @@ class Ledger:
 
     def _take_parts(self, on: Workspaces, operand: Operand, output: Storage) -> list[Storage]:
         """The memory that a sum takes for as long as it runs."""
-        itemsize = output.nbytes // max(1, output.numel)
-        sizes = scratch_bytes(operand, output.dtype, itemsize, on.processors, on.threads)
+        sizes = scratch_bytes(operand, output.dtype, on.machine)
         return [self._take_inside(output, (nbytes,), "uint8", nbytes) for nbytes in sizes]
 
     def _take_inside(self, output: Storage, shape: Shape, dtype: str, nbytes: int) -> Storage:

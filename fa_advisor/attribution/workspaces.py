@@ -8,6 +8,7 @@ import os
 import re
 from typing import NamedTuple
 
+from fa_advisor.attribution.reductions import Machine
 from fa_advisor.records import DeviceSpec
 
 _CUBLAS, _CUBLASLT = "CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE"
@@ -15,13 +16,12 @@ _DEFAULT_CUBLASLT = 1 << 20
 
 
 class Workspaces(NamedTuple):
-    """Bytes of each, as torch asks for them (aten/src/ATen/cuda/CublasHandlePool.cpp); and the
-    GPU's streaming multiprocessors and threads of each, by which sums are parted."""
+    """Bytes of each, as torch asks for them (aten/src/ATen/cuda/CublasHandlePool.cpp); and the GPU
+    that parts sums."""
 
     cublas: int
     cublaslt: int
-    processors: int
-    threads: int
+    machine: Machine
 
 
 def workspaces_on(device: DeviceSpec) -> Workspaces:
@@ -36,4 +36,5 @@ def workspaces_on(device: DeviceSpec) -> Workspaces:
     cublaslt = int(number[1]) << 10 if number else _DEFAULT_CUBLASLT
     if cublaslt > device.total_memory_bytes:
         cublaslt = _DEFAULT_CUBLASLT
-    return Workspaces(cublas, cublaslt, device.sm_count, 32 * device.max_warps_per_sm)
+    machine = Machine(device.sm_count, 32 * device.max_warps_per_sm)
+    return Workspaces(cublas, cublaslt, machine)

@@ -8,11 +8,14 @@ from fa_advisor.following.schedule import Kind
 
 # So many forwards that make a graph, none of which has a backward, are an inference's.
 _GRAPHS = 3
+# So many backwards without an optimizer's step are no accumulation: gradients are all that is
+# wanted.
+_BACKWARDS = 1_024
 
 
 class Boundaries:
-    """A training's step ends with an optimizer's; where the script moves its parameters by hand,
-    when a forward follows on a backward. An inference's step is a forward.
+    """A training's step ends with an optimizer's; where the script moves its parameters by hand, or
+    none, when a forward follows on a backward. An inference's step is a forward.
 
     `an_optimizer_lives` is asked seldom: it may take long.
     """
@@ -25,6 +28,7 @@ class Boundaries:
         self._by_hand: bool | None = None
         self._stepped = False
         self._gradients = 0
+        self._backwards = 0  # since an optimizer stepped
         self._graphs = 0
 
     def by_hand(self, gradients: int) -> bool:
@@ -33,7 +37,12 @@ class Boundaries:
         `gradients`: how many have been accumulated so far.
         """
         came, self._gradients = gradients > self._gradients, gradients
-        if not came or self._stepped:
+        if not came:
+            return False
+        self._backwards += 1
+        if self._backwards > _BACKWARDS:
+            return True
+        if self._stepped:
             return False
         if self._by_hand is None:
             self._by_hand = not self._an_optimizer_lives()
@@ -60,6 +69,7 @@ class Boundaries:
     def optimizer_stepped(self, surplus: int = 0) -> None:
         """From now on optimizers say where steps end. `surplus`: so many were no ends after all."""
         self._stepped = True
+        self._backwards = 0
         self.done["train"] -= surplus
 
     def ended(self, kind: Kind) -> None:

@@ -92,7 +92,6 @@ class Follower:
         self._cuda_index: int | None = None
         self._gpu_ledger: GpuLedger | None = None
         self._notes: tuple[str, ...] = ()
-        self._mark = 0
         self._waiting: list[Any] = []
         if limit != 0 or patches is not None:
             self._wait()
@@ -249,7 +248,7 @@ class Follower:
             watch.end_step(kind, self._facts(steps.done[kind], kind))
             self._followed[kind] += 1
         watch.calls.clear()
-        self._mark = watch.scopes.forget_steps_before(self._mark)
+        watch.scopes.step_ends()
         if self._limit is not None and steps.over(kind, self._limit):
             self._leave()
             if (

@@ -18,6 +18,7 @@ from fa_advisor.following.boundaries import Boundaries
 from fa_advisor.following.family import Family
 from fa_advisor.following.schedule import wanted
 from fa_advisor.following.wording import which_step
+from fa_advisor.probes import scopes as module_of_scopes
 from fa_advisor.probes.cuda_peaks import CudaPeaks
 from fa_advisor.probes.scopes import Scopes
 from fa_advisor.probes.watch import Cycle
@@ -122,6 +123,15 @@ def test_which_step(kind: str, number: int, done: int, followed: int, cut: str, 
 # Modules
 
 
+def test_gradients_without_an_optimizers_step_are_no_endless_accumulation() -> None:
+    steps = Boundaries(lambda: True)
+    steps.optimizer_stepped()
+    ended = [steps.by_hand(gradients) for gradients in range(1, 1_040)]
+    assert ended == [False] * 1_024 + [True] * 15
+    steps.optimizer_stepped()
+    assert not steps.by_hand(2_000)
+
+
 def test_the_model_of_a_part() -> None:
     import copy
 
@@ -156,20 +166,24 @@ def test_names_of_a_model_that_is_gone_go_to_the_next() -> None:
     assert [name for name in scopes.types if "Loss" in name] == ["MSELoss"]
 
 
-def test_what_belongs_to_past_steps_is_forgotten() -> None:
+def test_what_belongs_to_past_steps_is_forgotten_where_it_is_much(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module_of_scopes, "_KEPT", 8)
     scopes, model = Scopes(), nn.Sequential(nn.Linear(2, 2), nn.Tanh())
-    lengths, mark = [], 0
+    lengths, outs = [], []
     scopes.install()
     try:
-        for _ in range(6):
-            out = model(torch.ones(1, 2))
+        for _ in range(12):
+            outs.append(model(torch.ones(1, 2)).grad_fn)
             scopes.mark_line(("model.py", 1))
-            assert out.grad_fn is not None and scopes.place_of_node(out.grad_fn)[1] is not None
-            mark = scopes.forget_steps_before(mark)
+            scopes.step_ends()
             lengths.append((len(scopes._numbers), len(scopes._lines)))
     finally:
         scopes.remove()
-    assert max(lengths[2:]) == lengths[1]
+    assert max(lengths[6:]) == max(lengths[3:6])
+    known = [scopes.place_of_node(node)[1] is not None for node in outs]
+    assert known[-1] and known[-2] and not known[0]
 
 
 def test_a_recording_keeps_no_model() -> None:
