@@ -42,7 +42,9 @@ _ORDER = sorted(CATEGORIES, key=lambda name: not is_attention(name))
 
 def stacked(point: TimelinePoint) -> Sample:
     """A point's categories, attention's at the bottom, what is unattributed on top."""
-    counts = {name: n for name in _ORDER if (n := point.categories.get(name, 0)) > 0}
+    counts: dict[str, int] = {
+        name: n for name in _ORDER if (n := point.categories.get(name, 0)) > 0
+    }
     if not counts:
         attention = min(point.attention_bytes, point.allocated_bytes)
         counts = {_ATTENTION: attention, _REST: point.allocated_bytes - attention}
