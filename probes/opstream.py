@@ -337,10 +337,7 @@ class OpStream(TorchDispatchMode):
             return False
         nbytes = storage.nbytes()
         ref = self._refs.get(storage._cdata)
-        try:
-            shape = tensor.shape
-        except RuntimeError:
-            shape = shape_of(tensor)
+        shape = shape_of(tensor)
         if ref is None:
             if self._is_here is not None and not self._is_here(tensor):
                 return False

@@ -5,11 +5,16 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections import Counter
 
 from torch import nn
 
 from fa_advisor.probes.by_id import ById
 from fa_advisor.probes.modules import parameters_of
+
+# A class of which so many modules were found that nothing holds: the next is taken for one of them,
+# where a script builds a model in every step. Looking takes a tenth of a second.
+_ALONE = 3
 
 
 class Family:
@@ -18,11 +23,16 @@ class Family:
     def __init__(self) -> None:
         self._holder: ById[weakref.ref[nn.Module]] = ById()
         self._seen: ById[bool] = ById()
+        self._alone: Counter[str] = Counter()
 
     def root_of(self, module: nn.Module) -> nn.Module:
         """The outermost module that holds this one; itself where none does."""
+        kind, new = f"{type(module).__module__}.{type(module).__qualname__}", False
         if module not in self._seen:
-            self.look()
+            new = True
+            if self._alone[kind] < _ALONE:
+                self.look()
+            self._seen[module] = True
         root, climbed = module, {id(module)}
         while (holder := self._holder.get(root)) is not None:
             above = holder()
@@ -30,6 +40,8 @@ class Family:
                 break
             root = above
             climbed.add(id(root))
+        if new:
+            self._alone[kind] = self._alone[kind] + 1 if root is module else 0
         return root
 
     def roots(self) -> list[nn.Module]:

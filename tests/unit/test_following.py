@@ -148,6 +148,22 @@ def test_the_model_of_a_part() -> None:
     assert family.root_of(inner) is inner
 
 
+def test_models_built_in_every_step_are_not_looked_for_each_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Net(nn.Linear):
+        pass
+
+    family, looks, look = Family(), [], Family.look
+    monkeypatch.setattr(Family, "look", lambda self: (looks.append(1), look(self)))
+    for _ in range(20):
+        net = Net(2, 2)
+        assert family.root_of(net) is net
+    assert len(looks) == 3
+    outer = nn.Sequential(nn.Linear(2, 2))
+    assert family.root_of(outer[0]) is outer
+
+
 def test_names_of_a_model_that_is_gone_go_to_the_next() -> None:
     scopes = Scopes()
     first, loss = nn.Sequential(nn.Linear(2, 2)), nn.MSELoss()
