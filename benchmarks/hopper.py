@@ -177,11 +177,12 @@ def worker(name: str, causal: bool) -> None:
             runs[peer, "backward"] = backward
         except Exception as error:
             errors[peer] = f"{type(error).__name__}: {str(error)[:200]}"
-    truth = results.get("cudnn", results["fa2"]).float()
+    truth = next(results[peer] for peer in ("cudnn", "fa2", "ours") if peer in results).float()
     for peer, result in results.items():
         off = float((result.float() - truth).norm() / truth.norm())
         if not off < WRONG:
             errors[peer] = f"its result is {off:.2g} of its norm away from the others'"
+            runs = {key: run for key, run in runs.items() if key[0] != peer}
     results.clear()
     torch.cuda.synchronize()
     print("ready", flush=True)
