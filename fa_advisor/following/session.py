@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import sys
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from fa_advisor.report import Report
 
 _FATAL = ("SIGTERM", "SIGHUP")
+# Those that `os` builds the others on.
+_AT_ONCE = ("_exit", "execv", "execve")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +59,8 @@ class Session:
     def begin(self) -> None:
         """Wait for torch; take the signals that would end the process without a word."""
         self._take_signals()
+        for name in _AT_ONCE:
+            self._report_before(name)
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._forked)
         Arrival("torch", self._attach)
@@ -127,6 +132,20 @@ class Session:
                 signal.signal(number, handler)
         if self._follower is not None:
             self._follower.abandon()
+
+    def _report_before(self, name: str) -> None:
+        """A function of `os` that ends this program at once: have it wait for the report."""
+        original = getattr(os, name, None)
+        if original is None:
+            return
+
+        @functools.wraps(original)
+        def reporting(*args: Any, **kwargs: Any) -> Any:
+            if threading.current_thread() is threading.main_thread():  # not amid what it does
+                self.end()
+            return original(*args, **kwargs)
+
+        setattr(os, name, reporting)
 
     # -- signals -------------------------------------------------------------------------------
 

@@ -328,6 +328,9 @@ def test_a_signal_ends_the_script_and_not_the_report(tmp_path: Path, name: str) 
         ([], "os.kill(os.getpid(), signal.SIGTERM)"),
         ([], "os.kill(os.getpid(), signal.SIGHUP)"),
         (["--steps", "1"], "os._exit(0)"),
+        ([], "os._exit(0)"),
+        ([], "os.fork() or os._exit(0); os.wait(); os._exit(0)"),
+        ([], "os.execvp('true', ['true'])"),
         ([], "sys.exit(os.fork() and os.wait()[1])"),
     ],
 )
