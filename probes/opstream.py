@@ -140,6 +140,9 @@ class OpStream(TorchDispatchMode):
         self._plain: dict[type, bool] = {}
         self.phase = Phase.FORWARD
         self.muted = False
+        # Whether a DistributedDataParallel lives: what its hooks fill, and nobody made since, are
+        # the buckets that it made with itself.
+        self.gathers = False
         self.late = False  # its block ended under another mode: it leaves when that has left
         self.op_count = 0
         self._step_began = 0  # at this op_count
@@ -306,6 +309,11 @@ class OpStream(TorchDispatchMode):
         nbytes = storage.nbytes()
         ref = self._number(storage, nbytes)
         shape, dtype = shape_of(tensor), dtype_name(tensor.dtype)
+        if self.gathers and _in_a_gradients_hook():
+            shape = torch.Size((nbytes // tensor.itemsize,))
+            self._events.append((Code.EXTERNAL, ref.sid, shape, dtype, nbytes))
+            self._events.append((Code.LABEL, ref.sid, "communication", ""))
+            return ref.sid
         self._events.append((Code.EXTERNAL, ref.sid, shape, dtype, nbytes))
         return ref.sid
 
@@ -533,6 +541,14 @@ def torch_version() -> tuple[int, int]:
     """(2, 13), of the torch that runs."""
     major, minor = torch.__version__.split(".")[:2]
     return int(major), int(minor)
+
+
+def _in_a_gradients_hook() -> bool:
+    """In a backward, but in none of its operators: a hook, or what was put off to the end."""
+    node = _current_node()
+    if node is None:
+        return torch._C._current_graph_task_id() != -1
+    return bool(node.name().endswith("AccumulateGrad"))
 
 
 def _nested_among(args: tuple[Any, ...]) -> bool:

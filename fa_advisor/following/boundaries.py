@@ -31,12 +31,15 @@ class Boundaries:
         self._backwards = 0  # since an optimizer stepped
         self._graphs = 0
 
-    def by_hand(self, gradients: int) -> bool:
+    def by_hand(self, gradients: int, *, unseen: bool = False) -> bool:
         """A forward begins: whether a step ended before it that no optimizer has ended.
 
-        `gradients`: how many have been accumulated so far.
+        `gradients`: how many have been accumulated so far. `unseen`: nobody counts them now, and
+        this forward makes a graph.
         """
         came, self._gradients = gradients > self._gradients, gradients
+        if unseen and self._by_hand and not self._stepped:
+            return not self.between  # one forward a backward, as far as anybody knows
         if not came:
             return False
         self._backwards += 1

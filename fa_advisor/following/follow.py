@@ -198,7 +198,8 @@ class Follower:
             self._leave()  # what ran on the CPU was a rehearsal: the model has moved since
             self._first_call(model, args)
             return
-        if steps.by_hand(watch.gradients) and not self._step_ends("train"):
+        unseen = watch.paused and torch.is_grad_enabled()
+        if steps.by_hand(watch.gradients, unseen=unseen) and not self._step_ends("train"):
             return
         between = steps.between
         kind = steps.begins(graph=torch.is_grad_enabled(), trained=watch.trained)

@@ -89,7 +89,10 @@ class Session:
                 if report is not None:
                     self._deliver(report)
                 elif self._fault is None and self._wish.limit != 0:
-                    self._tell(f"no report: no model ran in {self._wish.path}")
+                    self._tell(
+                        f"no report: no model ran in {self._wish.path} itself; processes that it"
+                        " starts aren't followed (torchrun --no-python fa-advisor run ... is)"
+                    )
                     told = follower.shortage(error)
                     if told:
                         self._tell(told)

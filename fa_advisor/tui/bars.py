@@ -77,7 +77,7 @@ class StackedBar(Widget):
 class Legend(Widget):
     """The parts, largest first, in as many columns as fit: letter, name, bytes, share."""
 
-    CELL = 39
+    CELL = 38  # two columns in a terminal of 80
 
     def __init__(self, parts: Sequence[Part], whole: int) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class Legend(Widget):
             for part in self._parts[row::rows]:
                 text.append(f" {part.letter} ", Style(color=INK, bgcolor=part.color))
                 of_whole = format_share(part.bytes, self._whole)
-                text.append(f" {part.name:<17.17}{format_bytes(part.bytes):>11}{of_whole:>7}")
+                text.append(f" {part.name:<17.17}{format_bytes(part.bytes):>10} {of_whole:>6}")
             text.append("\n" if row < rows - 1 else "")
         return text
 

@@ -18,7 +18,8 @@ from fa_advisor.records import CATEGORIES, TimelinePoint
 from fa_advisor.tui.look import COLORS, UNATTRIBUTED, Glyphs
 from fa_advisor.views.sizes import format_bytes
 
-# What stands for attention and for the rest where a category isn't known, or nothing has a colour.
+# What stands for attention and for the rest where nothing has a colour; and for attention where no
+# category is known.
 _ATTENTION, _REST = "attention_score", "parameter"
 
 
@@ -47,7 +48,7 @@ def stacked(point: TimelinePoint) -> Sample:
     }
     if not counts:
         attention = min(point.attention_bytes, point.allocated_bytes)
-        counts = {_ATTENTION: attention, _REST: point.allocated_bytes - attention}
+        counts = {_ATTENTION: attention}
     counts[UNATTRIBUTED] = max(0, point.allocated_bytes - sum(counts.values()))
     return Sample(
         point.allocated_bytes, point.phase, tuple(counts), tuple(accumulate(counts.values()))
@@ -55,19 +56,21 @@ def stacked(point: TimelinePoint) -> Sample:
 
 
 def samples(points: Sequence[TimelinePoint], width: int) -> list[Sample]:
-    """`points` in `width` columns. A column without a point repeats the one before it."""
+    """`points` in `width` columns. A column without a point repeats the point before it."""
     if not points or width <= 0:
         return []
     start, span = points[0].t, max(1, points[-1].t - points[0].t + 1)
     best: dict[int, TimelinePoint] = {}
+    latest: dict[int, TimelinePoint] = {}
     for point in points:
         column = max(0, min(width - 1, (point.t - start) * width // span))
+        latest[column] = point
         if column not in best or point.allocated_bytes > best[column].allocated_bytes:
             best[column] = point
     out, last = [], points[0]
     for column in range(width):
-        last = best.get(column, last)
-        out.append(stacked(last))
+        out.append(stacked(best.get(column, last)))
+        last = latest.get(column, last)
     return out
 
 

@@ -77,6 +77,10 @@ CASES = [
     # Under a dispatch mode, the witness's, autograd sums gradients out of place.
     Case("ddp_single.py", "ToyModel", 8, 40, 76432, 1, ("module.attention",), "mha", off=0.07),
     Case(
+        "ddp_single.py --static", "ToyModel", 8, 40, 76432, 1, ("module.attention",), "mha",
+        off=0.07,
+    ),
+    Case(
         "gan.py", "Discriminator", 4, 24, 67009, 2,
         ("Discriminator.body.layers.0.self_attn", "Discriminator.body.layers.1.self_attn"),
         "mha", status=3,
@@ -135,8 +139,8 @@ def _check_weights(case: Case, report: Report) -> None:
     exact = 4 * case.parameters * case.states + others  # RMSprop's: one
     # A fused or capturable optimizer's step counts are on the device.
     assert exact <= state <= exact + 4 * 200
-    buckets = categories["parameter"] if case.script == "ddp_single.py" else 0
-    assert categories.get("communication", 0) == buckets
+    buckets = categories["parameter"] if case.script.startswith("ddp_single.py") else 0
+    assert buckets <= categories.get("communication", 0) <= buckets + 200
 
 
 def _check_timeline(report: Report) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
@@ -9,7 +11,7 @@ from rich.cells import cell_len
 from fa_advisor.records import CATEGORIES, ModuleMemory, TimelinePoint
 from fa_advisor.tui import moduletree
 from fa_advisor.tui.bars import cells
-from fa_advisor.tui.curve import samples
+from fa_advisor.tui.curve import samples, stacked
 from fa_advisor.tui.look import COLORS, LETTERS
 from fa_advisor.tui.wording import shorten
 
@@ -41,6 +43,22 @@ def test_the_curve_keeps_the_peak(counts: list[int], width: int) -> None:
 def test_a_column_without_a_point_repeats_the_one_before() -> None:
     drawn = samples([point(0, 5), point(9, 7)], 10)
     assert [sample.allocated for sample in drawn] == [5] * 9 + [7]
+
+
+def test_a_moments_height_is_not_carried_on() -> None:
+    drawn = samples([point(t, n) for t, n in ((0, 1), (1, 1000), (2, 1), (1000, 1))], 80)
+    assert [sample.allocated for sample in drawn] == [1000] + [1] * 79
+
+
+def test_attention_is_at_the_bottom_and_what_is_unknown_on_top() -> None:
+    known = {"parameter": 5, "attention_prob": 3, "activation": 2, "of another version": 4}
+    drawn = stacked(replace(point(0, 14), categories=known))
+    assert drawn.names == ("attention_prob", "parameter", "activation", "unattributed")
+    assert drawn.tops == (3, 8, 10, 14)
+    unknown = stacked(replace(point(0, 10), categories={"of another version": 10}))
+    assert dict(zip(unknown.names, unknown.tops, strict=True)) == {
+        "attention_score": 5, "unattributed": 10,
+    }  # fmt: skip
 
 
 NAMES = st.text("ab.", max_size=8)

@@ -1,6 +1,7 @@
 """DistributedDataParallel over gloo in a job of one process, as torchrun would start it."""
 
 import os
+import sys
 import tempfile
 
 import torch
@@ -26,7 +27,7 @@ def main():
         store = f"file://{folder}/store"
         dist.init_process_group("gloo", init_method=store, rank=0, world_size=1)
         torch.manual_seed(0)
-        model = DDP(ToyModel())
+        model = DDP(ToyModel(), static_graph="--static" in sys.argv)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
         for step in range(4):
             optimizer.zero_grad()
