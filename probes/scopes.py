@@ -55,7 +55,8 @@ class Scopes:
         self._numbers: list[int] = []
         self._boundary_scopes: list[Scope] = []
         self._lines: dict[int, tuple[str, int]] = {}
-        self._steps: deque[int] = deque()  # the sequence numbers at which they ended
+        # The sequence numbers at which steps ended.
+        self._steps: deque[int] = deque(maxlen=_KEPT)
         self._handles: list[Any] = []
 
     def add_root(self, module: nn.Module) -> str:

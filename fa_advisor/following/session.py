@@ -90,8 +90,8 @@ class Session:
                     self._deliver(report)
                 elif self._fault is None and self._wish.limit != 0:
                     self._tell(
-                        f"no report: no model ran in {self._wish.path} itself; processes that it"
-                        " starts aren't followed (torchrun --no-python fa-advisor run ... is)"
+                        f"no report: no model ran in {self._wish.path} itself (processes that it"
+                        " starts aren't followed)"
                     )
                     told = follower.shortage(error)
                     if told:
