@@ -14,7 +14,7 @@ from fa_advisor.probes.modules import parameters_of
 
 # A class of which so many modules were found that nothing holds: the next is taken for one of them,
 # where a script builds a model in every step. Looking takes a tenth of a second.
-_ALONE = 3
+_ALONE = 16
 
 
 class Family:
