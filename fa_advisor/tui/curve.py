@@ -14,7 +14,7 @@ from rich.style import Style
 from textual.strip import Strip
 from textual.widget import Widget
 
-from fa_advisor.records import CATEGORIES, TimelinePoint
+from fa_advisor.records import ATTENTION_CATEGORIES, CATEGORIES, TimelinePoint
 from fa_advisor.tui.look import COLORS, UNATTRIBUTED, Glyphs
 from fa_advisor.views.sizes import format_bytes
 
@@ -33,12 +33,7 @@ class Sample:
     tops: tuple[int, ...]  # in bytes, where each category ends
 
 
-def is_attention(name: str) -> bool:
-    """Whether a category is one of attention's N x N tensors."""
-    return name.startswith("attention_")
-
-
-_ORDER = sorted(CATEGORIES, key=lambda name: not is_attention(name))
+_ORDER = sorted(CATEGORIES, key=lambda name: name not in ATTENTION_CATEGORIES)
 
 
 def stacked(point: TimelinePoint) -> Sample:
@@ -124,7 +119,7 @@ class Timeline(Widget):
         count = next((step for step, name in enumerate(names) if name != lower), len(names))
         if count == len(names):
             # Without colour (and in ASCII) the texture tells attention from the rest.
-            textured = not is_attention(lower) and (self.app.no_color or len(levels) == 1)
+            textured = lower not in ATTENTION_CATEGORIES and (self.app.no_color or len(levels) == 1)
             glyph = self._glyphs.other if textured else levels[-1]
             return Segment(glyph, Style.from_color(Color.parse(COLORS[lower]), base.bgcolor))
         upper = Counter(names[count:]).most_common(1)[0][0]
@@ -138,7 +133,7 @@ class Timeline(Widget):
             return None
         name = sample.names[at]
         if self.app.no_color:
-            return _ATTENTION if is_attention(name) else _REST
+            return _ATTENTION if name in ATTENTION_CATEGORIES else _REST
         return name
 
     def _peak_line(self) -> str:
