@@ -53,6 +53,8 @@ class Scope(NamedTuple):
 
 
 NOWHERE = Scope("", "", 0)
+# The module that gathers gradients in buckets, for the other processes; its C++ makes them.
+GATHERS = "DistributedDataParallel"
 
 
 class SdpaFacts(NamedTuple):

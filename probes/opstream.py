@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils._pytree import tree_map
 
 from fa_advisor.probes.collector import Allowance
-from fa_advisor.probes.events import Code, Event, Kind, Op, Phase, Scope
+from fa_advisor.probes.events import GATHERS, Code, Event, Kind, Op, Phase, Scope
 from fa_advisor.probes.in_place import NAMES as MAY_BE_IN_PLACE
 from fa_advisor.probes.in_place import owned_by_the_engine, unwatched
 from fa_advisor.probes.lines import in_checkpoint, user_line
@@ -140,9 +140,6 @@ class OpStream(TorchDispatchMode):
         self._plain: dict[type, bool] = {}
         self.phase = Phase.FORWARD
         self.muted = False
-        # Whether a DistributedDataParallel lives: what its hooks fill, and nobody made since, are
-        # the buckets that it made with itself.
-        self.gathers = False
         self.late = False  # its block ended under another mode: it leaves when that has left
         self.op_count = 0
         self._step_began = 0  # at this op_count
@@ -309,12 +306,13 @@ class OpStream(TorchDispatchMode):
         nbytes = storage.nbytes()
         ref = self._number(storage, nbytes)
         shape, dtype = shape_of(tensor), dtype_name(tensor.dtype)
-        if self.gathers and _in_a_gradients_hook():
+        # A bucket from before the stream: it is first met where it is filled.
+        bucket = _in_a_gradients_hook() and GATHERS in self._scopes.types.values()
+        if bucket:
             shape = torch.Size((nbytes // tensor.itemsize,))
-            self._events.append((Code.EXTERNAL, ref.sid, shape, dtype, nbytes))
-            self._events.append((Code.LABEL, ref.sid, "communication", ""))
-            return ref.sid
         self._events.append((Code.EXTERNAL, ref.sid, shape, dtype, nbytes))
+        if bucket:
+            self._events.append((Code.LABEL, ref.sid, "communication", ""))
         return ref.sid
 
     def _inputs_in(self, values: Any, inputs: list[tuple[int, Any]]) -> None:

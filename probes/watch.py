@@ -140,8 +140,6 @@ class Watch:
         prefix = self.scopes.add_root(model)
         for name, module in modules_of(model):
             fqn = qualified(prefix, name)
-            if type(module).__name__ == "DistributedDataParallel":
-                self.stream.gathers = True
             for parameter in parameters_of(module, recurse=False):
                 if parameter not in self._seen_parameters:
                     self._add_parameter(parameter, fqn)

@@ -11,7 +11,7 @@ from fa_advisor.attribution.reductions import REDUCTIONS, Operand, scratch_bytes
 from fa_advisor.attribution.steps import Claim, Entry, Held, Kept, Run, StepLog
 from fa_advisor.attribution.storage import Origin, Shape, Storage
 from fa_advisor.attribution.workspaces import Workspaces
-from fa_advisor.probes.events import NOWHERE, Code, Event, Kind, Op, Phase, Scope
+from fa_advisor.probes.events import GATHERS, NOWHERE, Code, Event, Kind, Op, Phase, Scope
 from fa_advisor.records import Category
 
 # A stream without step boundaries (inference in a loop) is cut after this many entries.
@@ -397,6 +397,5 @@ class Ledger:
 
 
 def _is_bucket(op: Op, scope: Scope, shape: Shape) -> bool:
-    """Gradients are gathered in it for the other processes: made by DistributedDataParallel's C++,
-    between the modules."""
-    return scope.type == "DistributedDataParallel" and op.name == "empty" and len(shape) == 1
+    """A bucket of `GATHERS`, made between the modules."""
+    return scope.type == GATHERS and op.name == "empty" and len(shape) == 1
