@@ -27,12 +27,17 @@ class Family:
 
     def root_of(self, module: nn.Module) -> nn.Module:
         """The outermost module that holds this one; itself where none does."""
-        kind, new = f"{type(module).__module__}.{type(module).__qualname__}", False
-        if module not in self._seen:
-            new = True
-            if self._alone[kind] < _ALONE:
-                self.look()
-            self._seen[module] = True
+        if module in self._seen:
+            return self._outermost(module)
+        kind = f"{type(module).__module__}.{type(module).__qualname__}"
+        if self._alone[kind] < _ALONE:
+            self.look()
+        self._seen[module] = True
+        root = self._outermost(module)
+        self._alone[kind] = self._alone[kind] + 1 if root is module else 0
+        return root
+
+    def _outermost(self, module: nn.Module) -> nn.Module:
         root, climbed = module, {id(module)}
         while (holder := self._holder.get(root)) is not None:
             above = holder()
@@ -40,8 +45,6 @@ class Family:
                 break
             root = above
             climbed.add(id(root))
-        if new:
-            self._alone[kind] = self._alone[kind] + 1 if root is module else 0
         return root
 
     def roots(self) -> list[nn.Module]:
