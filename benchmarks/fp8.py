@@ -14,28 +14,19 @@ Needs a GPU of compute capability 9.0.
 
 from __future__ import annotations
 
-import random
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
-import triton
 from provenance import write
+from turns import in_turns
 
 import fa_advisor
 
 # name, batch, heads, length, head dim.
 CELLS = (("16k", 1, 16, 16384, 128), ("4k", 4, 16, 4096, 128))
-ROUNDS = 7
-REST_SECONDS = 0.1
 E4M3 = torch.float8_e4m3fn
-
-
-def milliseconds(run: Callable[[], Any]) -> float:
-    """One round's median."""
-    return float(triton.testing.do_bench(run, warmup=10, rep=50, return_mode="median"))
 
 
 def speed(name: str, b: int, h: int, n: int, d: int, causal: bool) -> dict[str, Any]:
@@ -48,14 +39,7 @@ def speed(name: str, b: int, h: int, n: int, d: int, causal: bool) -> dict[str, 
         "bf16": lambda: fa_advisor.flash_attention(*wide, is_causal=causal),
     }
     flop = 4 * b * h * n * n * d * (0.5 if causal else 1.0)
-    times: dict[str, list[float]] = {key: [] for key in runs}
-    draw = random.Random(f"{name} {causal}")
-    for turn in range(ROUNDS + 1):
-        for key in draw.sample(list(runs), len(runs)):
-            time.sleep(REST_SECONDS)
-            took = milliseconds(runs[key])
-            if turn:  # The first round runs cold.
-                times[key].append(took)
+    times = in_turns(runs, f"{name} {causal}")
     row: dict[str, Any] = {"name": name, "causal": causal}
     for key, found in times.items():
         tflops = [flop / each / 1e9 for each in found]

@@ -18,19 +18,17 @@ import argparse
 import importlib.metadata
 import json
 import math
-import random
 import statistics
 import subprocess
 import sys
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-import triton
 from provenance import write
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from turns import in_turns, milliseconds
 
 import fa_advisor
 
@@ -45,8 +43,7 @@ CELLS = (
 )
 DOCUMENTS = (4096, 512, 2048, 1024, 3072, 128, 768, 4736)
 # Who takes much longer than the fastest in a first, cold round is timed in fewer rounds.
-ROUNDS, ROUNDS_FAR_BEHIND, FAR_BEHIND = 7, 2, 1.25
-REST_SECONDS = 0.1
+ROUNDS_FAR_BEHIND, FAR_BEHIND = 2, 1.25
 # Of a result's norm: bf16 loses a tenth of it.
 WRONG = 2e-2
 DTYPE = torch.bfloat16
@@ -145,9 +142,9 @@ def _version_of_fa4() -> str | None:
         return None
 
 
-def milliseconds(run: Callable[[], Any]) -> float:
-    """One round's median."""
-    return float(triton.testing.do_bench(run, warmup=10, rep=50, return_mode="median"))
+def _is_due(key: tuple[str, str], turn: int, first: Mapping[tuple[str, str], float]) -> bool:
+    fastest = min(took for other, took in first.items() if other[1] == key[1])
+    return turn < ROUNDS_FAR_BEHIND or first[key] < FAR_BEHIND * fastest
 
 
 def worker(name: str, causal: bool) -> None:
@@ -187,15 +184,7 @@ def worker(name: str, causal: bool) -> None:
     torch.cuda.synchronize()
     print("ready", flush=True)
     sys.stdin.readline()
-    first = {key: milliseconds(run) for key, run in runs.items()}  # The first round runs cold.
-    times: dict[tuple[str, str], list[float]] = {key: [] for key in runs}
-    draw = random.Random(f"{name} {causal}")
-    for turn in range(ROUNDS):
-        for peer, direction in draw.sample(list(runs), len(runs)):
-            fastest = min(took for key, took in first.items() if key[1] == direction)
-            if turn < ROUNDS_FAR_BEHIND or first[peer, direction] < FAR_BEHIND * fastest:
-                time.sleep(REST_SECONDS)
-                times[peer, direction].append(milliseconds(runs[peer, direction]))
+    times = in_turns(runs, f"{name} {causal}", _is_due)
     row: dict[str, Any] = {"name": name, "causal": causal, "errors": errors}
     for (peer, direction), found in times.items():
         share = 1.0 if direction == "forward" else 2.5
