@@ -46,6 +46,7 @@ class Case:
     alibi: str | None = None  # "H" or "BH".
     scale: float | None = None
     magnitude: float = 1.0  # Of query: how large the logits are.
+    growth: float = 1.0  # Of key, from the last 128 to those before, and again to the first ones.
 
     @property
     def options(self) -> dict[str, Any]:
@@ -84,6 +85,10 @@ def inputs(case: Case, device: str, dtype: torch.dtype) -> dict[str, Tensor]:
     for name, shape in shapes.items():
         x = _laid_out(shape, case.layout, options)
         tensors[name] = x * case.magnitude if name == "query" else x
+    if case.growth != 1.0:
+        behind = torch.arange(case.len_k - 1, -1, -1, device=device) // 128
+        grown = (case.growth ** behind.clamp(max=2))[:, None]
+        tensors["key"] = tensors["key"] * grown.to(tensors["key"].dtype)
     if case.layout == "expanded":
         tensors |= {name: tensors[name][:1].expand(shapes[name]) for name in ("key", "value")}
     for name in shapes:

@@ -446,6 +446,14 @@ def _asm(code: str, _: str, args: Sequence[Any], **__: Any) -> Any:
         # Twice, and the barrier would be complete without whoever waits at it.
         _local.turns[args[0]].release()
         return None
+    if "barrier.cta.red" in code:  # A warp group is one thread here: nobody to wait for.
+        x, most, _barrier = args
+        _local.exceeds = bool((x > most).any())
+        return None
+    if code.startswith("mov.u32 $0, fa_exceeds;"):
+        return Scalar(_local.exceeds)
+    if ".reg .u32 fa_exceeds;" in code:
+        return None
     if "e4m3x2" in code:
         numbers = torch.stack([x.as_subclass(Tensor) for x in args], -1)
         return block(numbers.to(torch.float8_e4m3fn).view(torch.int32).squeeze(-1))

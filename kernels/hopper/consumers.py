@@ -70,6 +70,69 @@ def row_maximum(s, BM: gl.constexpr, BN: gl.constexpr, ROW: gl.constexpr):
 
 
 @gluon.jit
+def lane_sums(p):
+    """Sums over a row's columns 8 n + 2 c + (0, 1), for each c: those that one thread holds."""
+    BM: gl.constexpr = p.shape[0]
+    BN: gl.constexpr = p.shape[1]
+    return gl.sum(gl.sum(p.reshape([BM, BN // 8, 4, 2]), axis=3), axis=1)
+
+
+@gluon.jit
+def weights_of(s, m, factor, HEADROOM: gl.constexpr, MASKED: gl.constexpr):
+    """2^HEADROOM exp2 of a tile's logits less their row's base, and the lanes' sums of it."""
+    base = m
+    if MASKED:
+        # A row that has seen no key yet: -inf - -inf would be NaN.
+        base = gl.where(m == float("-inf"), 0.0, m)
+    p = gl.exp2(s * factor - (base - HEADROOM)[:, None])
+    return p, lane_sums(p)
+
+
+@gluon.jit
+def raised(s, m, factor, MASKED: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, S: gl.constexpr):
+    """The rows' base raised to the largest of their logits, and what rescales what came before."""
+    new = gl.maximum(m, row_maximum(s, BM, BN, gl.SliceLayout(1, S)) * factor)
+    base = new
+    if MASKED:
+        base = gl.where(new == float("-inf"), 0.0, new)
+    return new, gl.exp2(m - base)
+
+
+@gluon.jit
+def rescaled(acc, z, alpha):
+    """O and the lanes' sums, each in a layout of its own, times a factor for each row."""
+    acc *= gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout))[:, None]
+    z *= gl.convert_layout(alpha, gl.SliceLayout(1, z.type.layout))[:, None]
+    return acc, z
+
+
+@gluon.jit
+def prepare_exceeds():
+    """Before the first `exceeds` of a kernel, for all its warps: the register of its answer."""
+    gl.inline_asm_elementwise(
+        ".reg .u32 fa_exceeds; mov.u32 $0, 0;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def exceeds(x, most, CID: gl.constexpr):
+    """Whether any number of a consumer is larger, as a scalar: 0 or 1. A thread holds two numbers.
+
+    A barrier with a vote, named 13, 14 or 15: a maximum over the warps would take two barriers and
+    a dozen shuffles.
+    """
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p, q; setp.gt.f32 p, $2, $4; setp.gt.or.f32 p, $3, $5, p;"
+        " barrier.cta.red.or.pred q, $6, 128, p; selp.u32 fa_exceeds, 1, 0, q;"
+        " mov.u32 $0, 0; mov.u32 $1, 0; }",
+        "=r,=r,f,f,f,f,r,r", [x, most, 13 + CID], dtype=gl.int32, is_pure=False, pack=2,
+    )  # fmt: skip
+    return gl.inline_asm_elementwise(
+        "mov.u32 $0, fa_exceeds;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
 def take_turn(CID: gl.constexpr):
     """Wait until it is a consumer's turn to give the tensor cores its products.
 

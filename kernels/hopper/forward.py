@@ -24,9 +24,13 @@ from fa_advisor.kernels.hopper.consumers import (
     barriers,
     cut,
     end_turn,
+    exceeds,
     pass_by,
-    row_maximum,
+    prepare_exceeds,
+    raised,
+    rescaled,
     take_turn,
+    weights_of,
 )
 from fa_advisor.kernels.hopper.pieces import (
     keys_of,
@@ -40,6 +44,10 @@ from fa_advisor.kernels.hopper.pieces import (
     work,
 )
 from fa_advisor.kernels.score import LN2, LOG2E
+
+# What a thread's weights of a row may add up to before the row's base is raised: as float16 they
+# are finite, and O, as much larger than it will be, is far from the end of fp32.
+_MOST = gl.constexpr(2.0**15)
 
 
 @gluon.jit
@@ -160,14 +168,13 @@ def _product(
 
 
 @gluon.jit
-def _softmax(
-    s, m, start, rows, bias,
+def _logits(
+    s, start, rows, bias,
     MASKED: gl.constexpr, HAS_LEFT: gl.constexpr, PADDING: gl.constexpr, SOFTCAP: gl.constexpr,
-    BM: gl.constexpr, BN: gl.constexpr, S: gl.constexpr,
+    BN: gl.constexpr, S: gl.constexpr,
 ):  # fmt: skip
-    """exp2 of a tile's logits less the row's maximum so far, that, sums, and what it rescales by.
+    """A tile's logits, -inf where they are hidden, and what times them gives powers of two.
 
-    The sums are of each thread's own columns, four to a row: the loop needs no more of them.
     lowest, highest: the first and last key that each row sees.
     """
     lowest, highest, padding, stride_bn, scale, softcap, len_k = rows
@@ -185,14 +192,7 @@ def _softmax(
                 bias + padding + cols.to(gl.int64) * stride_bn, mask=cols < len_k, other=0
             )
             s = gl.where((shown != 0)[None, :], s, float("-inf"))
-    new = gl.maximum(m, row_maximum(s, BM, BN, gl.SliceLayout(1, S)) * factor)
-    base = new
-    if MASKED:
-        # A row that has seen no key yet: -inf - -inf would be NaN.
-        base = gl.where(new == float("-inf"), 0.0, new)
-    p = gl.exp2(s * factor - base[:, None])
-    sums = gl.sum(gl.sum(p.reshape([BM, BN // 8, 4, 2]), axis=3), axis=1)
-    return p, new, sums, gl.exp2(m - base)
+    return s, factor
 
 
 @gluon.jit
@@ -236,11 +236,13 @@ def _attend(
 ):  # fmt: skip
     """Carry the state over the tiles of keys from `high` down to `low`.
 
-    Each follows one whose P is in the state and whose V waits in `slot`; O isn't rescaled by
-    `alpha` yet.
+    Each follows one whose P is in the state and whose V waits in `slot`. Where nothing is masked a
+    row's weights are taken from the base that it has: only if they are too large for that, which
+    their sums tell, is the tile done again with the base raised to its largest logit.
     """
-    acc, m, z, alpha, p, slot, phase = state
+    acc, m, z, p, slot, phase = state
     q_s, k_s, v_s, _, _, _, k_ready, k_empty, v_ready, v_empty, _ = buffers
+    dtype: gl.constexpr = q_s.dtype
     for back in range(BN, high - low + BN, BN):
         following = slot + 1
         next_phase = phase
@@ -250,23 +252,37 @@ def _attend(
         mbarrier.wait(k_ready.index(following), next_phase)
         take_turn(CID)
         s = _product(q_s, k_s, following, CID, PARTS, BM, BN, S)
-        acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, OUT))[:, None]
         mbarrier.wait(v_ready.index(slot), phase)
         v = v_s.index(slot).reshape([BN, BLOCK_DV])
-        acc = warpgroup_mma(_unpacked(p, q_s.dtype, BM, BN, P), v, acc, is_async=True)
+        acc = warpgroup_mma(_unpacked(p, dtype, BM, BN, P), v, acc, is_async=True)
         end_turn(CID, CONSUMERS)
         s = warpgroup_mma_wait(1, deps=(s,))
-        mbarrier.arrive(k_empty.index(following), count=1)
-        weights, m, sums, alpha = _softmax(
-            s, m, high - back, rows, bias, MASKED, HAS_LEFT, PADDING, SOFTCAP, BM, BN, S
-        )
-        z = z * gl.convert_layout(alpha, gl.SliceLayout(1, sums.type.layout))[:, None] + sums
+        s, factor = _logits(s, high - back, rows, bias, MASKED, HAS_LEFT, PADDING, SOFTCAP, BN, S)
+        if MASKED:
+            m, alpha = raised(s, m, factor, MASKED, BM, BN, S)
+        weights, sums = weights_of(s, m, factor, 0.0, MASKED)
+        if not MASKED:
+            beyond = exceeds(sums, _MOST, CID)
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(v_empty.index(slot), count=1)
-        p = _packed(weights, q_s.dtype, BM, BN)
+        p = _packed(weights, dtype, BM, BN)
+        if MASKED:
+            acc, z = rescaled(acc, z, alpha)
+        elif beyond != 0:
+            s = _product(q_s, k_s, following, CID, PARTS, BM, BN, S)
+            s = warpgroup_mma_wait(0, deps=(s,))
+            s, factor = _logits(
+                s, high - back, rows, bias, MASKED, HAS_LEFT, PADDING, SOFTCAP, BN, S
+            )
+            m, alpha = raised(s, m, factor, MASKED, BM, BN, S)
+            weights, sums = weights_of(s, m, factor, 0.0, MASKED)
+            p = _packed(weights, dtype, BM, BN)
+            acc, z = rescaled(acc, z, alpha)
+        mbarrier.arrive(k_empty.index(following), count=1)
+        z += sums
         slot = following
         phase = next_phase
-    return acc, m, z, alpha, p, slot, phase
+    return acc, m, z, p, slot, phase
 
 
 @gluon.jit
@@ -324,10 +340,10 @@ def _do_piece(
         s = _product(q_s, k_s, slot, CID, PARTS, BM, BN, S)
         s = warpgroup_mma_wait(0, deps=(s,))
         mbarrier.arrive(k_empty.index(slot), count=1)
-        weights, m, sums, alpha = _softmax(
-            s, m, last, rows, bias, CUT, HAS_LEFT, PADDING, SOFTCAP, BM, BN, S
-        )
-        carried = (acc, m, sums, alpha, _packed(weights, dtype, BM, BN), slot, phase)
+        s, factor = _logits(s, last, rows, bias, CUT, HAS_LEFT, PADDING, SOFTCAP, BN, S)
+        m, _alpha = raised(s, m, factor, CUT, BM, BN, S)
+        weights, sums = weights_of(s, m, factor, 0.0, CUT)
+        carried = (acc, m, sums, _packed(weights, dtype, BM, BN), slot, phase)
         if HAS_RIGHT or PADDING:
             carried = _attend(
                 carried, last, rest, buffers, rows, bias,
@@ -345,10 +361,9 @@ def _do_piece(
                 True, HAS_LEFT, PADDING, SOFTCAP, CID, CONSUMERS, PARTS, STAGES,
                 BM, BN, BLOCK_DV, S, OUT, P,
             )  # fmt: skip
-        acc, m, sums, alpha, p, slot, phase = carried
+        acc, m, sums, p, slot, phase = carried
         z = gl.convert_layout(gl.sum(sums, axis=1), ROW)
         mbarrier.wait(v_ready.index(slot), phase)
-        acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, OUT))[:, None]
         v = v_s.index(slot).reshape([BN, BLOCK_DV])
         acc = warpgroup_mma(_unpacked(p, dtype, BM, BN, P), v, acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=(acc,))
@@ -459,6 +474,7 @@ def forward_kernel(
         o_s = q_s
     else:
         o_s = gl.allocate_shared_memory(dtype, [CONSUMERS, 1, 1, 1, BM, BLOCK_DV], out.layout)
+    prepare_exceeds()
     q_ready, q_empty, k_ready, k_empty, v_ready, v_empty = barriers(STAGES, CONSUMERS)
     handed = gl.allocate_shared_memory(gl.int32, [2, 32], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     buffers = (

@@ -176,6 +176,31 @@ def test_a_neighbour_may_hold_nan() -> None:
         assert torch.equal(dirty[rows], clean[rows])
 
 
+@pytest.mark.parametrize("times", [6.0, 16.0])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_logits_that_grow_from_tile_to_tile(times: float, is_causal: bool) -> None:
+    """By more than the base of a row's weights allows for: that tile's are made again."""
+    (q, k, v), descales = tensors((2, 2, 1100, 128), (2, 2, 1100, 128))
+    behind = torch.arange(1099, -1, -1, device="cuda") // 128
+    k = (k.float() * (times ** behind.clamp(max=2))[:, None]).clamp(-448, 448).to(E4M3)
+    found = flash_attention(q, k, v, **descales, is_causal=is_causal, return_lse=True)
+    true = reference.attention(*wide([q, k, v], descales), is_causal=is_causal)
+    # The product of Q and K loses bits of logits as large.
+    assert_close(found, true, most_lse=float(true[1].abs().max()) * 2**-9)
+
+
+def test_a_key_that_outweighs_the_others() -> None:
+    """By 2^11, with a thousand others: they still count, and are still told apart."""
+    for at in (0, 1000, 2047):
+        (q, k, v), descales = tensors((1, 2, 300, 64), (1, 2, 2048, 64), batch=1)
+        q, k = q.float(), k.float()
+        q[..., 0], k[..., 0] = 8.0, 0.0
+        k[..., at, 0] = 7.6 * math.sqrt(64) / 8.0
+        q, k, descales = q.to(E4M3), k.to(E4M3), {name: d * 0 + 1 for name, d in descales.items()}
+        found = flash_attention(q, k, v, **descales, return_lse=True)
+        assert_close(found, reference.attention(*wide([q, k, v], descales)))
+
+
 def test_long_sums_are_not_cut_off() -> None:
     """A sum of 16k products in the tensor cores' own numbers came out 14 % too short."""
     three, descales = tensors((1, 1, 16384, 128), (1, 1, 16384, 128), batch=1)

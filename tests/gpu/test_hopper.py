@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from attention_cases import Case, assert_agrees, hopper_cases
+from attention_cases import Case, assert_agrees, hopper_cases, inputs
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fa_advisor.kernels import launch, repeated
+from fa_advisor.kernels import launch, reference, repeated
 from fa_advisor.kernels.api import flash_attention
 from fa_advisor.kernels.hopper import plan
 
@@ -104,6 +104,23 @@ def test_both_directions_run_on_them(
 def test_the_forward_runs_on_them(planned: list[tuple[str, bool]], more: dict[str, Any]) -> None:
     assert_agrees(Case(**{**PLAIN, "head_dim": 128, **more}), "cuda", torch.bfloat16)
     assert ("forward", True) in planned
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_logits_that_grow_from_tile_to_tile(
+    head_dim: int, is_causal: bool, dtype: torch.dtype
+) -> None:
+    """By more than the base of a row's weights allows for: that tile's are made again."""
+    more = {"head_dim": head_dim, "is_causal": is_causal, "growth": 16.0}
+    case = Case(**{**PLAIN, "len_k": 1400}, **more)
+    given = {name: x.detach() for name, x in inputs(case, "cuda", dtype).items()}
+    out, lse = flash_attention(**given, **case.options, enable_gqa=True, return_lse=True)
+    wide = {name: x.double() for name, x in given.items()}
+    true, true_lse = reference.attention(**wide, **case.options)
+    assert float((out - true).norm() / true.norm()) < 2.0 * torch.finfo(dtype).eps
+    torch.testing.assert_close(lse.double(), true_lse, rtol=1e-5, atol=1e-3)
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.2])

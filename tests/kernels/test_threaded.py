@@ -215,6 +215,13 @@ CASES = {
     "a limit to the right alone": Case(
         batch=1, len_q=300, len_k=420, head_dim=128, window=(-1, 40), bottom_right=True
     ),
+    "logits that grow": Case(batch=1, len_q=128, len_k=512, head_dim=64, growth=16.0),
+    "logits that grow, head dim 128, a window": Case(
+        batch=1, len_q=300, len_k=700, head_dim=128, window=(400, 250), growth=16.0
+    ),
+    "logits that grow, head dim 256, sinks": Case(
+        batch=1, len_q=128, len_k=512, head_dim=256, sinks=True, growth=16.0
+    ),
     "another layout": Case(batch=2, len_q=130, len_k=140, head_dim=72, layout="BLHD"),
 }  # fmt: skip
 
@@ -289,10 +296,11 @@ def test_the_forward_on_eight_bits_with_every_feature(case: Case) -> None:
         ),
         ("consumers", "                end_turn(CID, CONSUMERS)\n", "                pass\n"),
         ("consumers", "            if some | (tile > low):\n", "            if tile >= low:\n"),
+        ("forward", "        elif beyond != 0:\n", "        elif beyond == 7:\n"),
     ],
     ids=[
         "given back early", "a phase left out", "no fence", "never given back", "a turn not ended",
-        "a turn too many",
+        "a turn too many", "a base that stays",
     ],
 )  # fmt: skip
 def test_a_fault_shows(file: str, healthy: str, ill: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,7 +310,11 @@ def test_a_fault_shows(file: str, healthy: str, ill: str, monkeypatch: pytest.Mo
     threaded.spoil(monkeypatch, file, healthy, ill)
     with pytest.raises(AssertionError):
         for _ in range(ATTEMPTS):
-            for case in (CASES["window"], Case(batch=1, len_q=128, len_k=1500, head_dim=128)):
+            for case in (
+                CASES["window"],
+                CASES["logits that grow"],
+                Case(batch=1, len_q=128, len_k=1500, head_dim=128),
+            ):
                 assert_forward_agrees(case)
 
 
