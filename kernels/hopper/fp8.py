@@ -203,8 +203,9 @@ def _attend(
     """Carry the state over the tiles of keys from `high` down to `low`.
 
     Each follows one whose P is in the state and whose V waits in `slot`. Where nothing is masked
-    weights are taken from the base that their row has, as in `forward.py`. Each tile's product starts from 0 and is added to O in fp32: a sum of products of
-    fp8 is carried in fewer bits, and over 16k keys, if V's mean is its deviation, 14 % were lost.
+    weights are taken from the base that their row has, as in `forward.py`. Each tile's product
+    starts from 0 and is added to O in fp32: a sum of products of fp8 is carried in fewer bits, and
+    over 16k keys, if V's mean is its deviation, 14 % were lost.
     """
     acc, m, z, words, slot, phase = state
     q_s, k_s, v_s, _, _, _, k_ready, k_empty, v_ready, v_empty = buffers
