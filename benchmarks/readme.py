@@ -326,13 +326,32 @@ def hopper() -> str:
     return "\n".join(lines) + "\n"
 
 
+def hopper_means() -> str:
+    """The same in a sentence."""
+    result = _read("hopper")
+    where, ratios = result["provenance"], result["summary"]
+    means, worst = (
+        [f"{ratios[way][what]:.2f}" for way in _WAYS] for what in ("geometric_mean", "worst")
+    )
+    return (
+        f"On one {where['gpu']} the bundled Triton kernels run at {means[0]} times the speed of the"
+        f" best of FlashAttention-4, cuDNN, FlexAttention and FlashAttention-2 forward, at {means[1]}"
+        f" times backward: geometric means of ten shapes in bf16, the worst {worst[0]} and {worst[1]}"
+        f" ([all of them, and what was tried](docs/hopper.md)). torch {where['torch']}, triton"
+        f" {where['triton']}, {where['date']}.\n"
+    )
+
+
 def hopper_variants() -> str:
     """Every variant that was timed, a table a run."""
     lines = []
-    for table in _read("hopper_variants")["tables"]:
-        names = list(dict.fromkeys(name for row in table["rows"] for name in row["tflops"]))
+    result = _read("hopper_variants")
+    for table in result["tables"]:
+        unit = table.get("unit", "tflops")
+        names = list(dict.fromkeys(name for row in table["rows"] for name in row[unit]))
         lines += [
-            f"{_upper(table['name'])}. {_upper(table['variants'])}. TFLOP/s:",
+            f"{_upper(table['name'])}. {_upper(table['variants'])}."
+            f" {'TFLOP/s' if unit == 'tflops' else _upper(unit)}:",
             "",
             "| | " + " | ".join(names) + " |",
             "|" + "---|" * (len(names) + 1),
@@ -340,9 +359,20 @@ def hopper_variants() -> str:
         for row in table["rows"]:
             b, h, n, d = row["shape"]
             kind = "causal" if row["causal"] else "full"
-            cells = (str(row["tflops"].get(name, "")) for name in names)
+            cells = (str(row[unit].get(name, "")) for name in names)
             lines.append(f"| {b} x {h} x {n:,} x {d}, {kind} | {' | '.join(cells)} |")
         lines.append("")
+    spans, instructions = result["timeline"], result["pipes"]
+    columns = list(spans["fp8"][0])[1:]
+    lines += [
+        f"{spans['question']}:", "", f"| | {' | '.join(columns)} |", "|" + "---|" * (len(columns) + 1)
+    ]  # fmt: skip
+    for dtype in ("fp8", "bf16"):
+        for row in spans[dtype]:
+            cells = (f"{row[column]:,}" for column in columns)
+            lines.append(f"| {dtype}, consumer {row['consumer']} | {' | '.join(cells)} |")
+    each = ", ".join(f"{name} {cycles:.1f}" for name, cycles in instructions["cycles"].items())
+    lines += ["", f"{instructions['question']}: {each}.", ""]
     return "\n".join(lines)
 
 
@@ -445,6 +475,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "tiles": tiles,
     "tiles_fit": tiles_fit,
     "hopper": hopper,
+    "hopper_means": hopper_means,
     "hopper_variants": hopper_variants,
     "fp8": fp8,
 }

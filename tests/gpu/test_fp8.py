@@ -198,7 +198,7 @@ def test_a_key_that_outweighs_the_others() -> None:
         k[..., at, 0] = 7.6 * math.sqrt(64) / 8.0
         q, k, descales = q.to(E4M3), k.to(E4M3), {name: d * 0 + 1 for name, d in descales.items()}
         found = flash_attention(q, k, v, **descales, return_lse=True)
-        assert_close(found, reference.attention(*wide([q, k, v], descales)))
+        assert_close(found, reference.attention(*wide([q, k, v], descales)), most_lse=1e-2)
 
 
 def test_long_sums_are_not_cut_off() -> None:
