@@ -330,15 +330,14 @@ def hopper_means() -> str:
     """The same in a sentence."""
     result = _read("hopper")
     where, ratios = result["provenance"], result["summary"]
-    means, worst = (
-        [f"{ratios[way][what]:.2f}" for way in _WAYS] for what in ("geometric_mean", "worst")
-    )
+    forward, backward = (ratios[way] for way in _WAYS)
     return (
-        f"On one {where['gpu']} the bundled Triton kernels run at {means[0]} times the speed of the"
-        f" best of FlashAttention-4, cuDNN, FlexAttention and FlashAttention-2 forward, at {means[1]}"
-        f" times backward: geometric means of ten shapes in bf16, the worst {worst[0]} and {worst[1]}"
-        f" ([all of them, and what was tried](docs/hopper.md)). torch {where['torch']}, triton"
-        f" {where['triton']}, {where['date']}.\n"
+        f"On an {where['gpu']} the bundled Triton kernels run at"
+        f" {forward['geometric_mean']:.3f} times the speed of the best of FlashAttention-4, cuDNN,"
+        f" FlexAttention and FlashAttention-2 forward, at {backward['geometric_mean']:.3f} times"
+        f" backward: geometric means of ten shapes in bf16, the worst {forward['worst']:.2f} and"
+        f" {backward['worst']:.2f} ([all of them, and what was tried](docs/hopper.md)). torch"
+        f" {where['torch']}, triton {where['triton']}, {where['date']}.\n"
     )
 
 
@@ -364,9 +363,8 @@ def hopper_variants() -> str:
         lines.append("")
     spans, instructions = result["timeline"], result["pipes"]
     columns = list(spans["fp8"][0])[1:]
-    lines += [
-        f"{spans['question']}:", "", f"| | {' | '.join(columns)} |", "|" + "---|" * (len(columns) + 1)
-    ]  # fmt: skip
+    lines += [f"{spans['question']}:", "", f"| | {' | '.join(columns)} |"]
+    lines.append("|" + "---|" * (len(columns) + 1))
     for dtype in ("fp8", "bf16"):
         for row in spans[dtype]:
             cells = (f"{row[column]:,}" for column in columns)
