@@ -417,12 +417,15 @@ def _atomic_add(at: Pointer, more: int) -> Scalar:
     return Scalar(before)
 
 
-def _pairwise(of_ints: Callable[..., int], of_tensors: Callable[..., Tensor]) -> Callable[..., Any]:
+def _pairwise(
+    of_numbers: Callable[..., Any], of_tensors: Callable[..., Tensor]
+) -> Callable[..., Any]:
     def function(a: Any, b: Any) -> Any:
         if isinstance(a, Tensor) or isinstance(b, Tensor):
             a, b = (x if isinstance(x, Tensor) else torch.tensor(x) for x in (a, b))
             return block(of_tensors(a, b))
-        return Scalar(of_ints(a, b))
+        found = of_numbers(a, b)
+        return Scalar(found) if isinstance(found, int) else found
 
     return function
 
@@ -609,13 +612,17 @@ _STANDS_FOR: dict[str, Any] = {
 }
 
 
-def spoil(monkeypatch: pytest.MonkeyPatch, name: str, healthy: str, ill: str) -> None:
+def spoil(
+    monkeypatch: pytest.MonkeyPatch, name: str, healthy: str, ill: str, *more: tuple[str, str]
+) -> None:
     """For one test: a module's source with a fault in it."""
     source = (KERNELS / "hopper" / f"{name}.py").read_text()
-    assert healthy in source
+    for was, becomes in ((healthy, ill), *more):
+        assert was in source
+        source = source.replace(was, becomes)
     others = {key: found for key, found in _STANDS_FOR.items() if key not in _read}
     monkeypatch.setattr(sys.modules[__name__], "_STANDS_FOR", others)
-    module(name, source.replace(healthy, ill))
+    module(name, source)
 
 
 def module(name: str, source: str | None = None) -> SimpleNamespace:

@@ -78,35 +78,6 @@ def lane_sums(p):
 
 
 @gluon.jit
-def weights_of(s, m, factor, HEADROOM: gl.constexpr, MASKED: gl.constexpr):
-    """2^HEADROOM exp2 of a tile's logits less their row's base, and the lanes' sums of it."""
-    base = m
-    if MASKED:
-        # A row that has seen no key yet: -inf - -inf would be NaN.
-        base = gl.where(m == float("-inf"), 0.0, m)
-    p = gl.exp2(s * factor - (base - HEADROOM)[:, None])
-    return p, lane_sums(p)
-
-
-@gluon.jit
-def raised(s, m, factor, MASKED: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, S: gl.constexpr):
-    """The rows' base raised to the largest of their logits, and what rescales what came before."""
-    new = gl.maximum(m, row_maximum(s, BM, BN, gl.SliceLayout(1, S)) * factor)
-    base = new
-    if MASKED:
-        base = gl.where(new == float("-inf"), 0.0, new)
-    return new, gl.exp2(m - base)
-
-
-@gluon.jit
-def rescaled(acc, z, alpha):
-    """O and the lanes' sums, each in a layout of its own, times a factor for each row."""
-    acc *= gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout))[:, None]
-    z *= gl.convert_layout(alpha, gl.SliceLayout(1, z.type.layout))[:, None]
-    return acc, z
-
-
-@gluon.jit
 def prepare_exceeds():
     """Before the first `exceeds` of a kernel, for all its warps: the register of its answer."""
     gl.inline_asm_elementwise(

@@ -25,12 +25,11 @@ from fa_advisor.kernels.hopper.consumers import (
     cut,
     end_turn,
     exceeds,
+    lane_sums,
     pass_by,
     prepare_exceeds,
-    raised,
-    rescaled,
+    row_maximum,
     take_turn,
-    weights_of,
 )
 from fa_advisor.kernels.hopper.pieces import (
     keys_of,
@@ -46,7 +45,7 @@ from fa_advisor.kernels.hopper.pieces import (
 from fa_advisor.kernels.score import LN2, LOG2E
 
 # What a thread's weights of a row may add up to before the row's base is raised: as float16 they
-# are finite, and O, as much larger than it will be, is far from the end of fp32.
+# are finite. O is as much larger than it will be, so V must be as much smaller than fp32's largest.
 _MOST = gl.constexpr(2.0**15)
 
 
@@ -196,6 +195,37 @@ def _logits(
 
 
 @gluon.jit
+def _weights(s, m, factor, MASKED: gl.constexpr):
+    """exp2 of a tile's logits less their row's base, and the lanes' sums of it."""
+    base = m
+    if MASKED:
+        # A row that has seen no key yet: -inf - -inf would be NaN.
+        base = gl.where(m == float("-inf"), 0.0, m)
+    p = gl.exp2(s * factor - base[:, None])
+    return p, lane_sums(p)
+
+
+@gluon.jit
+def _raised(
+    s, m, factor, MASKED: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, S: gl.constexpr
+):
+    """The rows' base raised to the largest of their logits, and what rescales what came before."""
+    new = gl.maximum(m, row_maximum(s, BM, BN, gl.SliceLayout(1, S)) * factor)
+    base = new
+    if MASKED:
+        base = gl.where(new == float("-inf"), 0.0, new)
+    return new, gl.exp2(m - base)
+
+
+@gluon.jit
+def _rescaled(acc, z, alpha):
+    """O and the lanes' sums, each in a layout of its own, times a factor for each row."""
+    acc *= gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout))[:, None]
+    z *= gl.convert_layout(alpha, gl.SliceLayout(1, z.type.layout))[:, None]
+    return acc, z
+
+
+@gluon.jit
 def _packed(weights, dtype: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr):
     """A tile of weights as pairs in int32: what a loop hands to the next loop.
 
@@ -232,7 +262,7 @@ def _attend(
     MASKED: gl.constexpr, HAS_LEFT: gl.constexpr, PADDING: gl.constexpr, SOFTCAP: gl.constexpr,
     CID: gl.constexpr, CONSUMERS: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BLOCK_DV: gl.constexpr,
-    S: gl.constexpr, OUT: gl.constexpr, P: gl.constexpr,
+    S: gl.constexpr, P: gl.constexpr,
 ):  # fmt: skip
     """Carry the state over the tiles of keys from `high` down to `low`.
 
@@ -259,25 +289,29 @@ def _attend(
         s = warpgroup_mma_wait(1, deps=(s,))
         s, factor = _logits(s, high - back, rows, bias, MASKED, HAS_LEFT, PADDING, SOFTCAP, BN, S)
         if MASKED:
-            m, alpha = raised(s, m, factor, MASKED, BM, BN, S)
-        weights, sums = weights_of(s, m, factor, 0.0, MASKED)
+            m, alpha = _raised(s, m, factor, MASKED, BM, BN, S)
+        weights, sums = _weights(s, m, factor, MASKED)
         if not MASKED:
             beyond = exceeds(sums, _MOST, CID)
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(v_empty.index(slot), count=1)
         p = _packed(weights, dtype, BM, BN)
         if MASKED:
-            acc, z = rescaled(acc, z, alpha)
+            acc, z = _rescaled(acc, z, alpha)
         elif beyond != 0:
             s = _product(q_s, k_s, following, CID, PARTS, BM, BN, S)
             s = warpgroup_mma_wait(0, deps=(s,))
             s, factor = _logits(
                 s, high - back, rows, bias, MASKED, HAS_LEFT, PADDING, SOFTCAP, BN, S
             )
-            m, alpha = raised(s, m, factor, MASKED, BM, BN, S)
-            weights, sums = weights_of(s, m, factor, 0.0, MASKED)
+            # Of the rows alone that need it: a row's bits don't depend on its neighbours.
+            over = gl.convert_layout(gl.max(sums, axis=1), gl.SliceLayout(1, S)) > _MOST
+            higher, alpha = _raised(s, m, factor, MASKED, BM, BN, S)
+            m = gl.where(over, higher, m)
+            alpha = gl.where(over, alpha, 1.0)
+            weights, sums = _weights(s, m, factor, MASKED)
             p = _packed(weights, dtype, BM, BN)
-            acc, z = rescaled(acc, z, alpha)
+            acc, z = _rescaled(acc, z, alpha)
         mbarrier.arrive(k_empty.index(following), count=1)
         z += sums
         slot = following
@@ -341,25 +375,25 @@ def _do_piece(
         s = warpgroup_mma_wait(0, deps=(s,))
         mbarrier.arrive(k_empty.index(slot), count=1)
         s, factor = _logits(s, last, rows, bias, CUT, HAS_LEFT, PADDING, SOFTCAP, BN, S)
-        m, _alpha = raised(s, m, factor, CUT, BM, BN, S)
-        weights, sums = weights_of(s, m, factor, 0.0, CUT)
+        m, _alpha = _raised(s, m, factor, CUT, BM, BN, S)
+        weights, sums = _weights(s, m, factor, CUT)
         carried = (acc, m, sums, _packed(weights, dtype, BM, BN), slot, phase)
         if HAS_RIGHT or PADDING:
             carried = _attend(
                 carried, last, rest, buffers, rows, bias,
                 True, HAS_LEFT, PADDING, SOFTCAP, CID, CONSUMERS, PARTS, STAGES,
-                BM, BN, BLOCK_DV, S, OUT, P,
+                BM, BN, BLOCK_DV, S, P,
             )  # fmt: skip
         carried = _attend(
             carried, rest, full, buffers, rows, bias,
             False, HAS_LEFT, PADDING, SOFTCAP, CID, CONSUMERS, PARTS, STAGES,
-            BM, BN, BLOCK_DV, S, OUT, P,
+            BM, BN, BLOCK_DV, S, P,
         )  # fmt: skip
         if HAS_LEFT or PADDING:
             carried = _attend(
                 carried, full, begin, buffers, rows, bias,
                 True, HAS_LEFT, PADDING, SOFTCAP, CID, CONSUMERS, PARTS, STAGES,
-                BM, BN, BLOCK_DV, S, OUT, P,
+                BM, BN, BLOCK_DV, S, P,
             )  # fmt: skip
         acc, m, sums, p, slot, phase = carried
         z = gl.convert_layout(gl.sum(sums, axis=1), ROW)

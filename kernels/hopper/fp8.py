@@ -18,16 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from fa_advisor.kernels.hopper.common import accumulator, cheap_tanh, origin
 from fa_advisor.kernels.hopper.compat import load_tile, store_tile
-from fa_advisor.kernels.hopper.consumers import (
-    barriers,
-    cut,
-    exceeds,
-    pass_by,
-    prepare_exceeds,
-    raised,
-    rescaled,
-    weights_of,
-)
+from fa_advisor.kernels.hopper.consumers import barriers, cut, lane_sums, pass_by, row_maximum
 from fa_advisor.kernels.hopper.pieces import (
     keys_of,
     limits,
@@ -38,12 +29,9 @@ from fa_advisor.kernels.hopper.pieces import (
 )
 from fa_advisor.kernels.score import LN2, LOG2E
 
-# A row's base is what its logits are taken from. No thread's weights of the tile that it is set for
-# add up to more than _ROOM, 2^HEADROOM, and of any other to _MOST, e4m3's largest number, before it
-# is set anew: what would be under e4m3's smallest isn't, and little is done twice.
-HEADROOM = gl.constexpr(5.0)
-_ROOM = gl.constexpr(2.0**5)
-_MOST = gl.constexpr(448.0)
+# P is at most 2^HEADROOM instead of 1, below e4m3's largest number, 448: what would be under its
+# smallest isn't. The sum of a row's P is as much larger, so the output isn't.
+HEADROOM = gl.constexpr(8.0)
 # What logits are times, at least: as good as 0.
 _LEAST_FACTOR = gl.constexpr(2.0**-100)
 
@@ -122,11 +110,12 @@ def _product(
 
 
 @gluon.jit
-def _logits(
-    s, start, rows,
+def _softmax(
+    s, m, start, rows,
     MASKED: gl.constexpr, HAS_LEFT: gl.constexpr, SOFTCAP: gl.constexpr,
+    BN: gl.constexpr, S: gl.constexpr,
 ):  # fmt: skip
-    """A tile's logits, and what times them gives powers of two."""
+    """exp2 of a tile's logits less the row's maximum, times 2^HEADROOM, and the maxima so far."""
     lowest, highest, scale, softcap = rows
     factor = scale * LOG2E
     if SOFTCAP:
@@ -136,28 +125,14 @@ def _logits(
         s = cut(s, highest - start, "gt")
         if HAS_LEFT:
             s = cut(s, lowest - start, "lt")
-    return s, factor
-
-
-@gluon.jit
-def _based(s, m, factor, MASKED: gl.constexpr, BN: gl.constexpr, S: gl.constexpr):
-    """Weights and their sums from a base raised for them, that, and what rescales those before."""
-    m, alpha = raised(s, m, factor, MASKED, s.shape[0], BN, S)
-    weights, sums = weights_of(s, m, factor, 0.0, MASKED)
-    most = gl.convert_layout(gl.max(sums, axis=1), gl.SliceLayout(1, S))
-    most = gl.maximum(most, 1.0)
-    share = _ROOM / most
-    weights *= share[:, None]
-    sums *= gl.convert_layout(share, gl.SliceLayout(1, sums.type.layout))[:, None]
-    return weights, sums, m + gl.log2(most), alpha / most
-
-
-@gluon.jit
-def _times_v(p, v_s, slot, BLOCK_DV: gl.constexpr, BN: gl.constexpr, OUT: gl.constexpr):
-    """P V of a tile, on its way."""
-    part = gl.zeros([p.shape[0], BLOCK_DV], gl.float32, layout=OUT)
-    v = v_s.index(slot).reshape([BLOCK_DV, BN]).permute((1, 0))
-    return warpgroup_mma(p, v, part, use_acc=False, is_async=True)
+    new = gl.maximum(m, row_maximum(s, s.shape[0], BN, gl.SliceLayout(1, S)) * factor)
+    base = new
+    if MASKED:
+        # A row that has seen no key yet: -inf - -inf would be NaN.
+        base = gl.where(new == float("-inf"), 0.0, new)
+    alpha = gl.exp2(m - base)
+    p = gl.exp2(s * factor - (base - HEADROOM)[:, None])
+    return p, new, alpha
 
 
 @gluon.jit
@@ -193,6 +168,14 @@ def _operand(words, EIGHT: gl.constexpr, P: gl.constexpr):
 
 
 @gluon.jit
+def _added(acc, alpha, part, v_empty):
+    """O with a tile's product, once that is there."""
+    part = warpgroup_mma_wait(0, deps=(part,))
+    mbarrier.arrive(v_empty, count=1)
+    return acc * alpha[:, None] + part
+
+
+@gluon.jit
 def _attend(
     state, high, low, buffers, rows,
     MASKED: gl.constexpr, HAS_LEFT: gl.constexpr, SOFTCAP: gl.constexpr,
@@ -202,12 +185,11 @@ def _attend(
 ):  # fmt: skip
     """Carry the state over the tiles of keys from `high` down to `low`.
 
-    Each follows one whose P is in the state and whose V waits in `slot`. Where nothing is masked
-    weights are taken from the base that their row has, as in `forward.py`. Each tile's product
-    starts from 0 and is added to O in fp32: a sum of products of fp8 is carried in fewer bits, and
-    over 16k keys, if V's mean is its deviation, 14 % were lost.
+    Each follows one whose P is in the state and whose V waits in `slot`; O isn't rescaled by
+    `alpha` yet. Each tile's product starts from 0 and is added to O in fp32: a sum of products of
+    fp8 is carried in fewer bits, and over 16k keys, if V's mean is its deviation, 14 % were lost.
     """
-    acc, m, z, words, slot, phase = state
+    acc, m, z, alpha, words, slot, phase = state
     q_s, k_s, v_s, _, _, _, k_ready, k_empty, v_ready, v_empty = buffers
     for back in range(BN, high - low + BN, BN):
         following = slot + 1
@@ -219,32 +201,25 @@ def _attend(
         mbarrier.wait(k_ready.index(following), next_phase)
         s = _product(q_s, k_s, following, CID, BM, BN, S)
         mbarrier.wait(v_ready.index(slot), phase)
-        part = _times_v(p, v_s, slot, BLOCK_DV, BN, OUT)
+        part = gl.zeros([BM, BLOCK_DV], gl.float32, layout=OUT)
+        v = v_s.index(slot).reshape([BLOCK_DV, BN]).permute((1, 0))
+        part = warpgroup_mma(p, v, part, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(1, deps=(s,))
-        s, factor = _logits(s, high - back, rows, MASKED, HAS_LEFT, SOFTCAP)
-        if MASKED:
-            weights, sums, m, alpha = _based(s, m, factor, MASKED, BN, S)
-        else:
-            weights, sums = weights_of(s, m, factor, HEADROOM, MASKED)
-            beyond = exceeds(sums, _MOST, CID)
-        part = warpgroup_mma_wait(0, deps=(part,))
-        mbarrier.arrive(v_empty.index(slot), count=1)
-        acc += part
-        words = _packed(weights)
-        if MASKED:
-            acc, z = rescaled(acc, z, alpha)
-        elif beyond != 0:
-            s = _product(q_s, k_s, following, CID, BM, BN, S)
-            s = warpgroup_mma_wait(0, deps=(s,))
-            s, factor = _logits(s, high - back, rows, MASKED, HAS_LEFT, SOFTCAP)
-            weights, sums, m, alpha = _based(s, m, factor, MASKED, BN, S)
-            words = _packed(weights)
-            acc, z = rescaled(acc, z, alpha)
         mbarrier.arrive(k_empty.index(following), count=1)
-        z += sums
+        weights, m, next_alpha = _softmax(s, m, high - back, rows, MASKED, HAS_LEFT, SOFTCAP, BN, S)
+        sums = lane_sums(weights)
+        z = z * gl.convert_layout(next_alpha, gl.SliceLayout(1, sums.type.layout))[:, None] + sums
+        # Over already: but ptxas doesn't move the wait for the product over it, above the
+        # exponentials.
+        mbarrier.wait(v_ready.index(slot), phase)
+        acc = _added(acc, alpha, part, v_empty.index(slot))
+        alpha = gl.convert_layout(next_alpha, gl.SliceLayout(1, OUT))
+        # Not earlier: while the product reads P, ptxas would wait for it before P's registers
+        # change hands.
+        words = _packed(weights)
         slot = following
         phase = next_phase
-    return acc, m, z, words, slot, phase
+    return acc, m, z, alpha, words, slot, phase
 
 
 @gluon.jit
@@ -317,15 +292,17 @@ def _consume(
             factor = scale * _descale(q_descale, batch, head, stride_qb, stride_qh)
             factor *= _descale(k_descale, batch, head // group, stride_kb, stride_kh)
             # A head of zeros has a factor of 0, and 0 times what masks put in, -inf, is NaN.
-            factor = gl.maximum(factor, _LEAST_FACTOR)
+            factor = gl.where(factor < _LEAST_FACTOR, _LEAST_FACTOR, factor)
             rows = (lowest, highest, factor, softcap)
             mbarrier.wait(k_ready.index(slot), phase)
             s = _product(q_s, k_s, slot, CID, BM, BN, S)
             s = warpgroup_mma_wait(0, deps=(s,))
             mbarrier.arrive(k_empty.index(slot), count=1)
-            s, to_powers = _logits(s, last, rows, CUT, HAS_LEFT, SOFTCAP)
-            weights, sums, m, _alpha = _based(s, m, to_powers, CUT, BN, S)
-            state = (acc, m, sums, _packed(weights), slot, phase)
+            weights, m, alpha = _softmax(s, m, last, rows, CUT, HAS_LEFT, SOFTCAP, BN, S)
+            state = (
+                acc, m, lane_sums(weights), gl.convert_layout(alpha, gl.SliceLayout(1, OUT)),
+                _packed(weights), slot, phase,
+            )  # fmt: skip
             if HAS_RIGHT:
                 state = _attend(
                     state, last, rest, buffers, rows,
@@ -340,14 +317,14 @@ def _consume(
                     state, full, begin, buffers, rows,
                     True, HAS_LEFT, SOFTCAP, CID, STAGES, BM, BN, BLOCK_DV, S, OUT, P,
                 )  # fmt: skip
-            acc, m, lane_z, words, slot, phase = state
+            acc, m, lane_z, alpha, words, slot, phase = state
             z = gl.convert_layout(gl.sum(lane_z, axis=1), ROW)
             p = _operand(words, q_s.dtype, P)
             mbarrier.wait(v_ready.index(slot), phase)
-            part = _times_v(p, v_s, slot, BLOCK_DV, BN, OUT)
-            part = warpgroup_mma_wait(0, deps=(part,))
-            mbarrier.arrive(v_empty.index(slot), count=1)
-            acc += part
+            part = gl.zeros([BM, BLOCK_DV], gl.float32, layout=OUT)
+            v = v_s.index(slot).reshape([BLOCK_DV, BN]).permute((1, 0))
+            part = warpgroup_mma(p, v, part, use_acc=False, is_async=True)
+            acc = _added(acc, alpha, part, v_empty.index(slot))
             slot += 1
             if slot == STAGES:
                 slot = 0
@@ -406,7 +383,6 @@ def fp8_forward_kernel(
     v_s = gl.allocate_shared_memory(EIGHT, [STAGES, 1, 1, 1, BLOCK_DV, BN], transposed.layout)
     o_s = gl.allocate_shared_memory(out.dtype, [CONSUMERS, 1, 1, 1, BM, BLOCK_DV], out.layout)
     q_ready, q_empty, k_ready, k_empty, v_ready, v_empty = barriers(STAGES, CONSUMERS)
-    prepare_exceeds()
     buffers = (q_s, k_s, v_s, o_s, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty)
     numbers = (len_q, len_k, batch_heads, heads, blocks, side_by_side, left, right, 0, 0)
     more = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from typing import Any
 
@@ -215,6 +216,9 @@ CASES = {
     "a limit to the right alone": Case(
         batch=1, len_q=300, len_k=420, head_dim=128, window=(-1, 40), bottom_right=True
     ),
+    "a left window that rows leave behind": Case(
+        batch=1, len_q=400, len_k=270, head_dim=64, window=(30, -1)
+    ),
     "logits that grow": Case(batch=1, len_q=128, len_k=512, head_dim=64, growth=16.0),
     "logits that grow, head dim 128, a window": Case(
         batch=1, len_q=300, len_k=700, head_dim=128, window=(400, 250), growth=16.0
@@ -264,6 +268,28 @@ def test_the_forward_on_eight_bits(name: str) -> None:
 @pytest.mark.parametrize("name", ["full", "causal", "window", "softcap, sinks"])
 def test_a_head_of_zeros_in_eight_bits(name: str, zero: int) -> None:
     assert_fp8_agrees(CASES[name], zero)
+
+
+@pytest.mark.parametrize(
+    ("alike", "sink", "most"), [(True, None, 0.01), (False, 11.0, 0.03), (False, 8.0, 0.01)]
+)
+def test_weights_that_are_all_small_in_eight_bits(
+    alike: bool, sink: float | None, most: float
+) -> None:
+    """All keys alike, or a sink that outweighs each: rounded, they add up to what they are."""
+    torch.manual_seed(0)
+    q, k = (torch.randn(1, 1, n, 64).to(E4M3) for n in (64, 1016))
+    v = (torch.randn(1, 1, 1016, 64) + 1.0).to(E4M3)
+    if alike:
+        q = torch.zeros_like(q)
+    case = Case(batch=1, len_q=64, len_k=1016, head_dim=64)
+    given = {"query": q, "key": k, "value": v}
+    if sink is not None:
+        given["sinks"] = torch.tensor([sink])
+    x, options = planned(case, given)
+    found = launches.forward_fp8(x, options, Descales(None, None, None))
+    assert found is not None, "not Hopper's"
+    assert_near(case, {n: t.float() for n, t in given.items()}, *found, most)
 
 
 @settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -316,6 +342,46 @@ def test_a_fault_shows(file: str, healthy: str, ill: str, monkeypatch: pytest.Mo
                 Case(batch=1, len_q=128, len_k=1500, head_dim=128),
             ):
                 assert_forward_agrees(case)
+
+
+def test_k_given_back_before_its_tile_is_done_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threaded, "PATIENCE_S", 1.0)
+    monkeypatch.setattr(threaded, "OFTEN", 0.5)
+    given_back = "        mbarrier.arrive(k_empty.index(following), count=1)\n"
+    packed = "        p = _packed(weights, dtype, BM, BN)\n        if MASKED:\n"
+    threaded.spoil(
+        monkeypatch, "forward", given_back + "        z +=", "        z +=",
+        (packed, given_back + packed),
+    )  # fmt: skip
+    with pytest.raises(AssertionError):
+        for _ in range(ATTEMPTS):
+            assert_forward_agrees(CASES["logits that grow, head dim 256, sinks"])
+
+
+def test_float16_keeps_weights_that_it_can_hold() -> None:
+    """A logit by 2^16.5 over the base that its row has: as float16 its weight would be inf."""
+    q = torch.zeros(1, 1, 128, 64, dtype=torch.float16)
+    k, v = torch.zeros(1, 1, 640, 64, dtype=torch.float16), torch.randn(1, 1, 640, 64).half()
+    q[..., 0], k[..., 100, 0] = 8.0, 16.5 * math.log(2.0)
+    case = Case(batch=1, len_q=128, len_k=640, head_dim=64)
+    given = {"query": q, "key": k, "value": v}
+    x, options = planned(case, given)
+    out, lse, _ = launches.forward(x, options)(x)
+    assert_near(case, given, out, lse, 2e-3)
+
+
+def test_a_rows_bits_are_its_own() -> None:
+    """Also where its neighbours' weights outgrow their base: later tokens don't change earlier."""
+    case = Case(batch=1, len_q=640, len_k=640, head_dim=64, is_causal=True)
+    torch.manual_seed(0)
+    given = {name: x.detach() for name, x in inputs(case, "cpu", torch.bfloat16).items()}
+    later = {**given, "query": given["query"].clone()}
+    later["query"][:, :, 600:] *= 30
+    rows = []
+    for tensors in (given, later):
+        x, options = planned(case, tensors)
+        rows.append(launches.forward(x, options)(x)[0][:, :, :600])
+    assert torch.equal(*rows)
 
 
 @pytest.mark.parametrize(
