@@ -46,7 +46,7 @@ class Case:
     alibi: str | None = None  # "H" or "BH".
     scale: float | None = None
     magnitude: float = 1.0  # Of query: how large the logits are.
-    growth: float = 1.0  # Of key, from the last 128 to those before, and again to the first ones.
+    growth: float = 1.0  # Of key: see `grown`.
 
     @property
     def options(self) -> dict[str, Any]:
@@ -58,6 +58,13 @@ class Case:
             "softcap": self.softcap,
             "scale": self.scale,
         }
+
+
+def grown(key: Tensor, times: float) -> Tensor:
+    """Keys [.., keys, head dim], so many `times` as large from the last 128 to those before, and
+    again to the first ones."""
+    behind = torch.arange(key.shape[-2] - 1, -1, -1, device=key.device) // 128
+    return key * (times ** behind.clamp(max=2))[:, None].to(key.dtype)
 
 
 def inputs(case: Case, device: str, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -86,9 +93,7 @@ def inputs(case: Case, device: str, dtype: torch.dtype) -> dict[str, Tensor]:
         x = _laid_out(shape, case.layout, options)
         tensors[name] = x * case.magnitude if name == "query" else x
     if case.growth != 1.0:
-        behind = torch.arange(case.len_k - 1, -1, -1, device=device) // 128
-        grown = (case.growth ** behind.clamp(max=2))[:, None]
-        tensors["key"] = tensors["key"] * grown.to(tensors["key"].dtype)
+        tensors["key"] = grown(tensors["key"], case.growth)
     if case.layout == "expanded":
         tensors |= {name: tensors[name][:1].expand(shapes[name]) for name in ("key", "value")}
     for name in shapes:

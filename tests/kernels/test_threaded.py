@@ -359,7 +359,7 @@ def test_k_given_back_before_its_tile_is_done_shows(monkeypatch: pytest.MonkeyPa
 
 
 def test_float16_keeps_weights_that_it_can_hold() -> None:
-    """A logit by 2^16.5 over the base that its row has: as float16 its weight would be inf."""
+    """A weight 2^16.5 times those that its row's base is of: as float16 it would be inf."""
     q = torch.zeros(1, 1, 128, 64, dtype=torch.float16)
     k, v = torch.zeros(1, 1, 640, 64, dtype=torch.float16), torch.randn(1, 1, 640, 64).half()
     q[..., 0], k[..., 100, 0] = 8.0, 16.5 * math.log(2.0)
