@@ -119,10 +119,11 @@ class Unfenced:
 
 
 def _span(view: Tensor) -> tuple[int, int]:
-    """The first and the last element of its storage."""
+    """The first byte of its storage, and that of its last element."""
     first = view.storage_offset()
     steps = zip(view.shape, view.stride(), strict=True)
-    return first, first + sum((n - 1) * step for n, step in steps)
+    last = first + sum((n - 1) * step for n, step in steps)
+    return first * view.element_size(), last * view.element_size()
 
 
 class Shared:
@@ -133,6 +134,7 @@ class Shared:
 
     shape = property(lambda self: list(self.view.shape))
     dtype = property(lambda self: self.view.dtype)
+    layout = None
 
     def _like(self, view: Tensor) -> Shared:
         return Shared(view, self.whole)
@@ -188,10 +190,15 @@ def scattered_by(offset_bases: Sequence[Sequence[int]]) -> Tensor:
     return physical
 
 
-def viewed(tile: Shared, dtype: torch.dtype, shape: Sequence[int], _: Any) -> Shared:
-    """The same memory, from its first byte on, in another shape."""
-    assert tile.dtype == dtype
-    return Shared(tile.view.view(*shape), tile.whole)
+def viewed(tile: Shared, dtype: torch.dtype, shape: Sequence[int], layout: Any) -> Shared:
+    """The same memory, from its first byte on, as another type in another shape and order."""
+    size = torch.empty((), dtype=dtype).element_size()
+    for n in shape:
+        size *= n
+    nbytes = tile.view.reshape(-1).view(torch.uint8)
+    assert nbytes.data_ptr() == tile.view.data_ptr(), "not in one piece"
+    view = nbytes[:size].view(dtype).view(*shape)
+    return Shared(view, tile.whole) if layout is None else Scattered(view, tile.whole, layout)
 
 
 class Barrier:

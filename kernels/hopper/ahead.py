@@ -120,7 +120,7 @@ def backward_usage(dim: int, dim_v: int, dtype: str, call: str, exact: bool = Fa
     descriptors = _operands(blocks, dtype)
     for name, block in flat.items():
         descriptors[name] = f"tensordesc<fp32{block},{flat_layout(len(block))!r}>"
-    return _usage(kernel, constants, descriptors, _sequences(constants))
+    return _usage(kernel, constants, descriptors, {"taken": "*i32", **_sequences(constants)})
 
 
 def queries_usage(dim: int, dim_v: int, dtype: str, call: str) -> Usage:

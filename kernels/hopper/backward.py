@@ -1,12 +1,12 @@
 """The backward kernels for Hopper, warp-specialised: docs/hopper.md explains them.
 
-A block owns 128 rows of one KV head and walks the query heads of its group, in tiles of BLOCK_M
-query rows. Two consumer warpgroups have 64 KV rows each; one warp loads, another adds dQ into
-global memory. Per tile each consumer does S^T = K Q^T, dP^T = V dO^T, dV += P^T dO and
-dK += dS^T Q (P and dS in registers), and half of the block's dQ = dS K over all 128 KV rows: dS is
-exchanged through shared memory, which halves what is added. dQ is kept in fp32 in the order of
-wgmma's fragments (see `fragments`), so that it leaves by 16-byte stores without bank conflicts and
-in one contiguous reduction per half.
+A piece of work is 128 rows of one KV head, and the queries that see them of each head of its group,
+in tiles of BLOCK_M; as many blocks as processors take one piece after the other. Two consumer
+warpgroups have 64 KV rows each; one warp loads, another adds dQ into global memory. Per tile each
+consumer does S^T = K Q^T, dP^T = V dO^T, dV += P^T dO and dK += dS^T Q (P and dS in registers), and
+half of the piece's dQ = dS K over all 128 KV rows: dS is exchanged through shared memory, which
+halves what is added. dQ is kept in fp32 in the order of wgmma's fragments (see `fragments`), so
+that it leaves by 16-byte stores without bank conflicts and in one contiguous reduction per half.
 
 Three launches: `prepare_kernel`, `backward_kernel`, `finish_kernel`.
 """
@@ -29,6 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from fa_advisor.kernels.hopper.common import FAR, accumulator, cheap_tanh, lengths, origin
 from fa_advisor.kernels.hopper.compat import add_tile, load_tile, store_tile, viewed
+from fa_advisor.kernels.hopper.pieces import tell, told
 from fa_advisor.kernels.score import LOG2E
 
 
@@ -56,16 +57,16 @@ def consumers_sync():
 
 
 @gluon.jit
-def owned(kv_heads, all_kv_heads, blocks_n, side):
-    """The CTA's first KV row, batch and KV head.
+def owned(piece, place):
+    """A piece's first KV row, batch and KV head.
 
-    `side` heads run side by side, so that their queries stay in L2; among them the first blocks,
-    which the most causal rows see, start first.
+    `side` heads run side by side, so that their queries stay in L2; among them the first rows,
+    which the most causal queries see, are taken first.
     """
-    pid = gl.program_id(0)
+    kv_heads, all_kv_heads, blocks_n, side = place
     per = blocks_n * side
-    first = pid // per * side
-    rest = pid - first * blocks_n
+    first = piece // per * side
+    rest = piece - first * blocks_n
     width = gl.minimum(side, all_kv_heads - first)
     block = rest // width
     head = first + rest - block * width
@@ -141,39 +142,56 @@ def load_warp(
     BOTTOM_RIGHT: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
 ):  # fmt: skip
-    """K and V once; per tile Q with the statistics of its exponent, and dO with delta."""
-    q_desc, k_desc, v_desc, g_desc, base_desc, delta_desc, cu_q, cu_k = given[:8]
-    buffers, kv_full, place, sizes = given[8:]
-    q_s, g_s, k_s, v_s, base_s, delta_s, _ds_s, _dq_s = buffers[0]
-    q_full, q_free, g_full, _dq_full, _dq_free = buffers[1]
-    kv_heads, all_kv_heads, blocks_n, side = place
-    len_q, len_k, group, left, right, row_stride_b, row_stride_h = sizes
-    col_start, batch, kv_head = owned(kv_heads, all_kv_heads, blocks_n, side)
-    first_q, first_k, len_q, len_k = lengths(batch, cu_q, cu_k, len_q, len_k, VARLEN)
-    begin, _plain, _edge, count, _shift = bounds(
-        col_start, len_q, len_k, left, right, BLOCK_M, BLOCK_N, EVEN, HAS_LEFT, HAS_RIGHT,
-        BOTTOM_RIGHT,
-    )  # fmt: skip
-    row = first_row(batch, first_q, row_stride_b, BLOCK_M, VARLEN) + begin
-    mbarrier.expect(kv_full, BLOCK_N * (D + DV) * 2)
-    fetch(k_desc, batch, first_k, len_k, kv_head, col_start, kv_full, k_s, VARLEN)
-    fetch(v_desc, batch, first_k, len_k, kv_head, col_start, kv_full, v_s, VARLEN)
+    """For each piece K and V once; per tile Q with the statistics of its exponent, dO with delta.
+
+    Who takes which piece is only known when it is taken, as some take longer: this warp counts
+    them in `taken`, and tells the others.
+    """
+    q_desc, k_desc, v_desc, g_desc, base_desc, delta_desc, taken, cu_q, cu_k = given[:9]
+    buffers, place, sizes = given[9:]
+    q_s, g_s, k_s, v_s, base_s, delta_s, _ds_s, _dq_s, handed = buffers[0]
+    q_full, q_free, g_full, _dq_full, _dq_free, kv_full, kv_free = buffers[1]
+    _kv_heads, all_kv_heads, blocks_n, _side = place
+    total = all_kv_heads * blocks_n
+    piece = gl.program_id(0)
+    turn = 0
     it = 0
-    for member in range(group):
-        head = kv_head * group + member
-        at = row + head * row_stride_h
-        for j in range(count):
-            i = it & 1
-            phase = ((it >> 1) & 1) ^ 1  # The first pass through the ring doesn't wait.
-            start = begin + j * BLOCK_M
-            mbarrier.wait(q_free.index(i), phase)
-            mbarrier.expect(q_full.index(i), BLOCK_M * (D * 2 + 4))
-            fetch(q_desc, batch, first_q, len_q, head, start, q_full.index(i), q_s.index(i), VARLEN)
-            load_tile(base_desc, [at + j * BLOCK_M], q_full.index(i), base_s.index(i))
-            mbarrier.expect(g_full.index(i), BLOCK_M * (DV * 2 + 4))
-            fetch(g_desc, batch, first_q, len_q, head, start, g_full.index(i), g_s.index(i), VARLEN)
-            load_tile(delta_desc, [at + j * BLOCK_M], g_full.index(i), delta_s.index(i))
-            it += 1
+    while piece < total:
+        len_q, len_k, group, left, right, row_stride_b, row_stride_h = sizes
+        col_start, batch, kv_head = owned(piece, place)
+        first_q, first_k, len_q, len_k = lengths(batch, cu_q, cu_k, len_q, len_k, VARLEN)
+        begin, _plain, _edge, count, _shift = bounds(
+            col_start, len_q, len_k, left, right, BLOCK_M, BLOCK_N, EVEN, HAS_LEFT, HAS_RIGHT,
+            BOTTOM_RIGHT,
+        )  # fmt: skip
+        row = first_row(batch, first_q, row_stride_b, BLOCK_M, VARLEN) + begin
+        mbarrier.wait(kv_free, turn ^ 1)  # The first doesn't wait.
+        tell(handed, 0, piece)
+        mbarrier.expect(kv_full, BLOCK_N * (D + DV) * 2)
+        fetch(k_desc, batch, first_k, len_k, kv_head, col_start, kv_full, k_s.index(0), VARLEN)
+        fetch(v_desc, batch, first_k, len_k, kv_head, col_start, kv_full, v_s.index(0), VARLEN)
+        for member in range(group):
+            head = kv_head * group + member
+            at = row + head * row_stride_h
+            for j in range(count):
+                i = it & 1
+                phase = ((it >> 1) & 1) ^ 1  # The first pass through the ring doesn't wait.
+                start = begin + j * BLOCK_M
+                mbarrier.wait(q_free.index(i), phase)
+                full = q_full.index(i)
+                mbarrier.expect(full, BLOCK_M * (D * 2 + 4))
+                fetch(q_desc, batch, first_q, len_q, head, start, full, q_s.index(i), VARLEN)
+                load_tile(base_desc, [at + j * BLOCK_M], full, base_s.index(i))
+                full = g_full.index(i)
+                mbarrier.expect(full, BLOCK_M * (DV * 2 + 4))
+                fetch(g_desc, batch, first_q, len_q, head, start, full, g_s.index(i), VARLEN)
+                load_tile(delta_desc, [at + j * BLOCK_M], full, delta_s.index(i))
+                it += 1
+        piece = gl.num_programs(0) + gl.atomic_add(taken, 1)
+        turn ^= 1
+    mbarrier.wait(kv_free, turn ^ 1)
+    tell(handed, 0, piece)
+    mbarrier.arrive(kv_full, count=1)
 
 
 @gluon.jit
@@ -185,32 +203,41 @@ def add_warp(
 ):  # fmt: skip
     """Add the halves of dQ that the consumers leave in shared memory to the accumulator."""
     dq_desc, cu_q, cu_k, buffers, place, sizes = given
-    dq_s = buffers[0][7]
-    _q_full, _q_free, _g_full, dq_full, dq_free = buffers[1]
-    kv_heads, all_kv_heads, blocks_n, side = place
-    len_q, len_k, group, left, right, row_stride_b, row_stride_h = sizes
-    if not DQ:
-        group = 0
-    col_start, batch, kv_head = owned(kv_heads, all_kv_heads, blocks_n, side)
-    first_q, _first_k, len_q, len_k = lengths(batch, cu_q, cu_k, len_q, len_k, VARLEN)
-    begin, _plain, _edge, count, _shift = bounds(
-        col_start, len_q, len_k, left, right, BLOCK_M, BLOCK_N, EVEN, HAS_LEFT, HAS_RIGHT,
-        BOTTOM_RIGHT,
-    )  # fmt: skip
-    row = first_row(batch, first_q, row_stride_b, BLOCK_M, VARLEN) + begin
+    dq_s, handed = buffers[0][7:]
+    _q_full, _q_free, _g_full, dq_full, dq_free, kv_full, kv_free = buffers[1]
+    _kv_heads, all_kv_heads, blocks_n, _side = place
+    total = all_kv_heads * blocks_n
+    turn = 0
     phase = 0
-    for member in range(group):
-        tile = (row + (kv_head * group + member) * row_stride_h) // BLOCK_M
-        for j in range(count):
-            for c in gl.static_range(2):
-                mbarrier.wait(dq_full.index(c), phase)
-                half = viewed(dq_s.index(c), gl.float32, [16, 256], dq_desc.layout)
-                add_tile(dq_desc, [((tile + j) * 2 + c) * 16, 0], half)
-            tma.store_wait(1)  # Half 0 has been read: consumer 0 may overwrite it.
-            mbarrier.arrive(dq_free.index(0), count=1)
-            tma.store_wait(0)
-            mbarrier.arrive(dq_free.index(1), count=1)
-            phase ^= 1
+    mbarrier.wait(kv_full, 0)
+    piece = told(handed, 0, 1)
+    while piece < total:
+        mbarrier.arrive(kv_free, count=1)
+        len_q, len_k, group, left, right, row_stride_b, row_stride_h = sizes
+        if not DQ:
+            group = 0
+        col_start, batch, kv_head = owned(piece, place)
+        first_q, _first_k, len_q, len_k = lengths(batch, cu_q, cu_k, len_q, len_k, VARLEN)
+        begin, _plain, _edge, count, _shift = bounds(
+            col_start, len_q, len_k, left, right, BLOCK_M, BLOCK_N, EVEN, HAS_LEFT, HAS_RIGHT,
+            BOTTOM_RIGHT,
+        )  # fmt: skip
+        row = first_row(batch, first_q, row_stride_b, BLOCK_M, VARLEN) + begin
+        for member in range(group):
+            tile = (row + (kv_head * group + member) * row_stride_h) // BLOCK_M
+            for j in range(count):
+                for c in gl.static_range(2):
+                    mbarrier.wait(dq_full.index(c), phase)
+                    half = viewed(dq_s.index(c), gl.float32, [16, 256], dq_desc.layout)
+                    add_tile(dq_desc, [((tile + j) * 2 + c) * 16, 0], half)
+                tma.store_wait(1)  # Half 0 has been read: consumer 0 may overwrite it.
+                mbarrier.arrive(dq_free.index(0), count=1)
+                tma.store_wait(0)
+                mbarrier.arrive(dq_free.index(1), count=1)
+                phase ^= 1
+        turn ^= 1
+        mbarrier.wait(kv_full, turn)
+        piece = told(handed, 0, 1)
 
 
 @gluon.jit
@@ -227,16 +254,15 @@ def first_product(q, k, BLOCK_M: gl.constexpr):
 def walk_tile(
     dk, dv, s, it, last, row, low, high, buffers, numbers,
     MASKED: gl.constexpr, HAS_LEFT: gl.constexpr, SOFTCAP: gl.constexpr, DQ: gl.constexpr,
-    EARLY: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, BLOCK_M: gl.constexpr,
-    W: gl.constexpr,
+    D: gl.constexpr, DV: gl.constexpr, BLOCK_M: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
     """One tile of queries: what it adds to dK and dV, and half of its dQ.
 
-    low, high: the rows that see a column, counted as `row` is. EARLY: S comes from the tile before,
-    which has the tensor cores at it while dK is finished.
+    low, high: the rows that see a column, counted as `row` is. S comes from the tile before, which
+    has the tensor cores at it while dK is finished.
     """
-    q_s, g_s, k_s, v_s, base_s, delta_s, ds_s, dq_s = buffers[0]
-    q_full, q_free, g_full, dq_full, dq_free = buffers[1]
+    q_s, g_s, k_s, v_s, base_s, delta_s, ds_s, dq_s, _handed = buffers[0]
+    q_full, q_free, g_full, dq_full, dq_free, _kv_full, _kv_free = buffers[1]
     scale, softcap = numbers
     dtype: gl.constexpr = q_s.dtype
     SL: gl.constexpr = accumulator(BLOCK_M)
@@ -249,25 +275,23 @@ def walk_tile(
     phase = (it >> 1) & 1
     q = q_s.index(i)
     g = g_s.index(i)
-    k = k_s.slice(W * 64, 64, dim=0)
-    v = v_s.slice(W * 64, 64, dim=0)
-    if not EARLY:
-        mbarrier.wait(q_full.index(i), phase)
-        product = first_product(q, k, BLOCK_M)
+    # A zero that the compiler can't see through: else K's and V's descriptors are made once, and
+    # spilled.
+    zero = it >> 30
+    k_all = k_s.index(zero)
+    k = k_all.slice(W * 64, 64, dim=0)
+    v = v_s.index(zero).slice(W * 64, 64, dim=0)
     mbarrier.wait(g_full.index(i), phase)
     dp = warpgroup_mma(
         v, g.permute((1, 0)), gl.zeros([64, BLOCK_M], gl.float32, layout=SL), use_acc=False,
         is_async=True,
     )  # fmt: skip
     base = base_s.index(i).load(CM)
-    logits = s
-    if not EARLY:
-        logits = warpgroup_mma_wait(1, deps=(product,))  # dP runs on under the exponentials.
     if SOFTCAP:
-        t = cheap_tanh(logits * (scale / softcap))
+        t = cheap_tanh(s * (scale / softcap))
         p = gl.exp2(t * (softcap * LOG2E) - base[None, :])
     else:
-        p = gl.exp2(logits * (scale * LOG2E) - base[None, :])
+        p = gl.exp2(s * (scale * LOG2E) - base[None, :])
     if MASKED:
         rows = row + gl.arange(0, BLOCK_M, layout=CM)
         seen = low[:, None] <= rows[None, :]
@@ -291,13 +315,13 @@ def walk_tile(
     if DQ:
         fence_async_shared()  # For wgmma, and before the barrier.
         consumers_sync()
-        zero = gl.zeros([64, 64], gl.float32, layout=QL)
+        none = gl.zeros([64, 64], gl.float32, layout=QL)
         if BLOCK_M == 128:  # Halves of the rows; else of the features.
             own = shared.slice(W * 64, 64, dim=1).permute((1, 0))
-            dq = warpgroup_mma(own, k_s, zero, use_acc=False, is_async=True)
+            dq = warpgroup_mma(own, k_all, none, use_acc=False, is_async=True)
         else:
-            own = k_s.slice(W * 64, 64, dim=1)
-            dq = warpgroup_mma(shared.permute((1, 0)), own, zero, use_acc=False, is_async=True)
+            own = k_all.slice(W * 64, 64, dim=1)
+            dq = warpgroup_mma(shared.permute((1, 0)), own, none, use_acc=False, is_async=True)
     dk = warpgroup_mma(gl.convert_layout(ds, DL), q, dk, is_async=True)
     # dK runs on while dQ is written.
     if DQ:
@@ -308,43 +332,38 @@ def walk_tile(
         mbarrier.arrive(dq_full.index(W), count=1)
     else:
         dv = warpgroup_mma_wait(1, deps=(dv,))
-    if EARLY:
-        # Past the last tile a stale Q gives a product that nobody reads.
-        following = it + 1
-        j = following & 1
-        mbarrier.wait(q_full.index(j), (following >> 1) & 1, pred=following < last)
-        product = first_product(q_s.index(j), k, BLOCK_M)
-        # Nothing may be under way across the loop's end: ptxas would wait after every product.
-        dk = warpgroup_mma_wait(1, deps=(dk,))
-        mbarrier.arrive(q_free.index(i), count=1)
-        s = warpgroup_mma_wait(0, deps=(product,))
-    else:
-        dk = warpgroup_mma_wait(0, deps=(dk,))
-        mbarrier.arrive(q_free.index(i), count=1)
+    # Past the last tile this one's Q gives a product that nobody reads.
+    following = it + 1
+    more = following < last
+    j = gl.where(more, following & 1, i)
+    mbarrier.wait(q_full.index(j), (following >> 1) & 1, pred=more)
+    product = first_product(q_s.index(j), k, BLOCK_M)
+    # Nothing may be under way across the loop's end: ptxas would wait after every product.
+    dk = warpgroup_mma_wait(1, deps=(dk,))
+    mbarrier.arrive(q_free.index(i), count=1, pred=more)
+    s = warpgroup_mma_wait(0, deps=(product,))
+    mbarrier.arrive(q_free.index(i), count=1, pred=following >= last)
     return dk, dv, s
 
 
 @gluon.jit
-def consumer(
-    given, VARLEN: gl.constexpr, EVEN: gl.constexpr, HAS_LEFT: gl.constexpr,
+def do_piece(
+    piece, it, given, VARLEN: gl.constexpr, EVEN: gl.constexpr, HAS_LEFT: gl.constexpr,
     HAS_RIGHT: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr,
     DQ: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
-    """dK and dV of 64 KV rows, and half of every dQ."""
-    dk_desc, dv_desc, cu_q, cu_k, buffers, kv_full, place, sizes, numbers = given
-    q_s, _g_s, k_s, v_s, _base_s, _delta_s, _ds_s, _dq_s = buffers[0]
-    q_full, _q_free, _g_full, _dq_full, _dq_free = buffers[1]
-    kv_heads, all_kv_heads, blocks_n, side = place
+    """dK and dV of 64 of a piece's KV rows, and half of every dQ; how many tiles were done."""
+    dk_desc, dv_desc, cu_q, cu_k, buffers, place, sizes, numbers = given
+    q_s, _g_s, k_s, v_s, _base_s, _delta_s, ds_s, dq_s, handed = buffers[0]
+    q_full, _q_free, _g_full, _dq_full, dq_free, _kv_full, kv_free = buffers[1]
     len_q, len_k, group, left, right, _row_stride_b, _row_stride_h = sizes
     dtype: gl.constexpr = q_s.dtype
     SL: gl.constexpr = accumulator(BLOCK_M)
     RN: gl.constexpr = gl.SliceLayout(1, SL)
     MASKS: gl.constexpr = HAS_LEFT or HAS_RIGHT or not EVEN
-    # With masks there are two loops or three, and no registers for S of the tile to come.
-    EARLY: gl.constexpr = not MASKS
-    col_start, batch, kv_head = owned(kv_heads, all_kv_heads, blocks_n, side)
-    _first_q, first_k, len_q, len_k = lengths(batch, cu_q, cu_k, len_q, len_k, VARLEN)
+    col_start, batch, kv_head = owned(piece, place)
+    _first_q, _first_k, len_q, len_k = lengths(batch, cu_q, cu_k, len_q, len_k, VARLEN)
     begin, plain, edge, count, shift = bounds(
         col_start, len_q, len_k, left, right, BLOCK_M, BLOCK_N, EVEN, HAS_LEFT, HAS_RIGHT,
         BOTTOM_RIGHT,
@@ -361,58 +380,96 @@ def consumer(
         high = cols + (left - shift - begin)
     dk = gl.zeros([64, D], gl.float32, layout=accumulator(D))
     dv = gl.zeros([64, DV], gl.float32, layout=accumulator(DV))
-    last = group * count
-    mbarrier.wait(kv_full, 0)
-    s = 0
-    if EARLY:
-        mbarrier.wait(q_full.index(0), 0, pred=last > 0)
-        product = first_product(q_s.index(0), k_s.slice(W * 64, 64, dim=0), BLOCK_M)
-        s = warpgroup_mma_wait(0, deps=(product,))
-        for it in range(last):
+    first = it
+    last = first + group * count
+    i = it & 1
+    mbarrier.wait(q_full.index(i), (it >> 1) & 1, pred=last > first)
+    product = first_product(q_s.index(i), k_s.index(0).slice(W * 64, 64, dim=0), BLOCK_M)
+    s = warpgroup_mma_wait(0, deps=(product,))
+    if not MASKS:
+        for it in range(first, last):
             dk, dv, s = walk_tile(
                 dk, dv, s, it, last, 0, low, high, buffers, numbers,
-                False, HAS_LEFT, SOFTCAP, DQ, EARLY, D, DV, BLOCK_M, W,
+                False, HAS_LEFT, SOFTCAP, DQ, D, DV, BLOCK_M, W,
             )  # fmt: skip
     else:
-        it = 0
         for _ in range(group):
             for j in range(plain):
                 dk, dv, s = walk_tile(
                     dk, dv, s, it, last, j * BLOCK_M, low, high, buffers, numbers,
-                    True, HAS_LEFT, SOFTCAP, DQ, EARLY, D, DV, BLOCK_M, W,
+                    True, HAS_LEFT, SOFTCAP, DQ, D, DV, BLOCK_M, W,
                 )  # fmt: skip
                 it += 1
             stop = edge if HAS_LEFT else count
             for _ in range(plain, stop):
                 dk, dv, s = walk_tile(
                     dk, dv, s, it, last, 0, low, high, buffers, numbers,
-                    False, HAS_LEFT, SOFTCAP, DQ, EARLY, D, DV, BLOCK_M, W,
+                    False, HAS_LEFT, SOFTCAP, DQ, D, DV, BLOCK_M, W,
                 )  # fmt: skip
                 it += 1
             if HAS_LEFT:
                 for j in range(edge, count):
                     dk, dv, s = walk_tile(
                         dk, dv, s, it, last, j * BLOCK_M, low, high, buffers, numbers,
-                        True, HAS_LEFT, SOFTCAP, DQ, EARLY, D, DV, BLOCK_M, W,
+                        True, HAS_LEFT, SOFTCAP, DQ, D, DV, BLOCK_M, W,
                     )  # fmt: skip
                     it += 1
-    v_s.slice(W * 64, 64, dim=0).store(dv.to(dtype))  # This half of V no one else reads.
-    consumers_sync()  # K the other consumer reads as well, for its dQ.
-    k_s.slice(W * 64, 64, dim=0).store((dk * numbers[0]).to(dtype))
+    # Asked for again: kept over the loops, these would take registers.
+    col_start, batch, kv_head = owned(told(handed, 0), place)
+    _first_q, first_k, _len_q, len_k = lengths(batch, cu_q, cu_k, sizes[0], sizes[1], VARLEN)
+    # The next piece's K and V may come; dK and dV leave through the buffers of dS and dQ.
+    mbarrier.arrive(kv_free, count=1)
+    consumers_sync()
+    if DQ:
+        for c in gl.static_range(2):
+            mbarrier.wait(dq_free.index(c), (last & 1) ^ 1)
+    dv_s = viewed(dq_s, dtype, [BLOCK_N, DV], v_s.layout)
+    dk_s = viewed(ds_s, dtype, [BLOCK_N, D], k_s.layout)
+    dv_s.slice(W * 64, 64, dim=0).store(dv.to(dtype))
+    dk_s.slice(W * 64, 64, dim=0).store((dk * numbers[0]).to(dtype))
     fence_async_shared()
     consumers_sync()
     if W == 0:
-        write(dv_desc, batch, first_k, len_k, kv_head, col_start, v_s, VARLEN)
+        write(dv_desc, batch, first_k, len_k, kv_head, col_start, dv_s, VARLEN)
     else:
-        write(dk_desc, batch, first_k, len_k, kv_head, col_start, k_s, VARLEN)
+        write(dk_desc, batch, first_k, len_k, kv_head, col_start, dk_s, VARLEN)
     tma.store_wait(0)
+    consumers_sync()  # Both have been read: what comes next may lie there.
+    return last
+
+
+@gluon.jit
+def consumer(
+    given, VARLEN: gl.constexpr, EVEN: gl.constexpr, HAS_LEFT: gl.constexpr,
+    HAS_RIGHT: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr,
+    DQ: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr, W: gl.constexpr,
+):  # fmt: skip
+    """Half of each piece that the block takes."""
+    buffers, place = given[4:6]
+    handed = buffers[0][8]
+    kv_full = buffers[1][5]
+    _kv_heads, all_kv_heads, blocks_n, _side = place
+    total = all_kv_heads * blocks_n
+    it = 0
+    turn = 0
+    mbarrier.wait(kv_full, 0)
+    piece = told(handed, 0)
+    while piece < total:
+        it = do_piece(
+            piece, it, given, VARLEN, EVEN, HAS_LEFT, HAS_RIGHT, BOTTOM_RIGHT, SOFTCAP, DQ,
+            D, DV, BLOCK_M, BLOCK_N, W,
+        )  # fmt: skip
+        turn ^= 1
+        mbarrier.wait(kv_full, turn)
+        piece = told(handed, 0)
 
 
 @gluon.jit(do_not_specialize=[
     "len_q", "len_k", "kv_heads", "all_kv_heads", "group", "blocks_n", "side", "left", "right",
 ])  # fmt: skip
 def backward_kernel(
-    query, key, value, grad_out, grad_key, grad_value, base, delta, total, cu_q, cu_k,
+    query, key, value, grad_out, grad_key, grad_value, base, delta, total, taken, cu_q, cu_k,
     len_q, len_k, kv_heads, all_kv_heads, group, blocks_n, side, left, right,
     row_stride_b, row_stride_h, scale, softcap,
     VARLEN: gl.constexpr, EVEN: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
@@ -421,7 +478,9 @@ def backward_kernel(
 ):  # fmt: skip
     """dK, dV, and dQ (unscaled, in fragment order) added to `total` unless DQ is off.
 
-    All tensors but cu_q and cu_k are descriptors (see `plan`). Grid: blocks_n * batch * KV heads.
+    All tensors but taken, cu_q and cu_k are descriptors (see `plan`). There are blocks_n * batch *
+    KV heads pieces of work; the grid's first are the blocks' own, of the others `taken` counts
+    those that were taken.
     """
     dtype: gl.constexpr = query.dtype
     QD: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, D], dtype)
@@ -430,19 +489,25 @@ def backward_kernel(
     BAR: gl.constexpr = mbarrier.MBarrierLayout()
     q_s = gl.allocate_shared_memory(dtype, [2, BLOCK_M, D], QD)
     g_s = gl.allocate_shared_memory(dtype, [2, BLOCK_M, DV], GD)
-    k_s = gl.allocate_shared_memory(dtype, [BLOCK_N, D], QD)
-    v_s = gl.allocate_shared_memory(dtype, [BLOCK_N, DV], GD)
+    k_s = gl.allocate_shared_memory(dtype, [1, BLOCK_N, D], QD)
+    v_s = gl.allocate_shared_memory(dtype, [1, BLOCK_N, DV], GD)
     base_s = gl.allocate_shared_memory(gl.float32, [2, BLOCK_M], base.layout)
     delta_s = gl.allocate_shared_memory(gl.float32, [2, BLOCK_M], delta.layout)
     ds_s = gl.allocate_shared_memory(dtype, [2, BLOCK_N, BLOCK_M], SD)
-    dq_s = gl.allocate_shared_memory(gl.float32, [2, 64, 64], fragments())
+    # As dV has to lie: it leaves through there.
+    OD: gl.constexpr = gl.NVMMASharedLayout.get_default_for([128, 128], dtype)
+    dq_s = gl.allocate_shared_memory(dtype, [128, 128], OD)
+    dq_s = viewed(dq_s, gl.float32, [2, 64, 64], fragments())
+    handed = gl.allocate_shared_memory(gl.int32, [1, 32], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     kv_full = gl.allocate_shared_memory(gl.int64, [1], BAR)
+    kv_free = gl.allocate_shared_memory(gl.int64, [1], BAR)
     q_full = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
     q_free = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
     g_full = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
     dq_full = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
     dq_free = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
     mbarrier.init(kv_full, count=1)
+    mbarrier.init(kv_free, count=3)  # Consumers, and the warp that adds dQ: it was told the piece.
     for i in gl.static_range(2):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_free.index(i), count=2)  # One arrival per consumer, for Q and dO.
@@ -451,13 +516,15 @@ def backward_kernel(
         mbarrier.init(dq_free.index(i), count=1)
     fence_async_shared()  # The copy engine counts on the barriers as well.
     buffers = (
-        (q_s, g_s, k_s, v_s, base_s, delta_s, ds_s, dq_s),
-        (q_full, q_free, g_full, dq_full, dq_free),
+        (q_s, g_s, k_s, v_s, base_s, delta_s, ds_s, dq_s, handed),
+        (q_full, q_free, g_full, dq_full, dq_free, kv_full, kv_free),
     )
     place = (kv_heads, all_kv_heads, blocks_n, side)
     sizes = (len_q, len_k, group, left, right, row_stride_b, row_stride_h)
-    given = (grad_key, grad_value, cu_q, cu_k, buffers, kv_full, place, sizes, (scale, softcap))
-    loading = (query, key, value, grad_out, base, delta, cu_q, cu_k, buffers, kv_full, place, sizes)
+    given = (grad_key, grad_value, cu_q, cu_k, buffers, place, sizes, (scale, softcap))
+    loading = (
+        query, key, value, grad_out, base, delta, taken, cu_q, cu_k, buffers, place, sizes
+    )  # fmt: skip
     adding = (total, cu_q, cu_k, buffers, place, sizes)
     gl.warp_specialize(
         [
@@ -477,13 +544,13 @@ def backward_kernel(
 
 @triton.jit(do_not_specialize=["len_q", "heads", "blocks_m"])
 def prepare_kernel(
-    out, grad_out, lse, grad_lse, base, delta, total, rows_delta, cu_q,
+    out, grad_out, lse, grad_lse, base, delta, total, taken, rows_delta, cu_q,
     stride_ob, stride_oh, stride_om, stride_gb, stride_gh, stride_gm, stride_lb, stride_lh,
     stride_rb, stride_rh, stride_rm, row_stride_b, row_stride_h, len_q, heads, blocks_m,
     VARLEN: tl.constexpr, LSE: tl.constexpr, ZERO: tl.constexpr, DIM_V: tl.constexpr,
     DV: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """What the backward takes from P's exponent, delta, and zeros in dQ's accumulator.
+    """What the backward takes from P's exponent, delta, and zeros in dQ's accumulator and `taken`.
 
     base: lse * log2(e), infinity in rows without keys and beyond the sequence, so that P comes out
     0; there delta is 0. Both are padded to whole tiles; rows_delta, if asked for, is laid out as
@@ -491,6 +558,9 @@ def prepare_kernel(
     reads first is in L2. Grid: blocks_m * batch * heads.
     """
     pid = tl.num_programs(0) - 1 - tl.program_id(0)
+    if taken is not None:  # noqa: SIM102 (a constexpr alone is left out when compiled)
+        if pid == 0:
+            tl.store(taken, 0)
     block = pid % blocks_m
     batch = pid // blocks_m // heads
     head = pid // blocks_m % heads

@@ -44,9 +44,9 @@ def tell(handed, turn, t):
 
 
 @gluon.jit
-def told(handed, turn):
+def told(handed, turn, WARPS: gl.constexpr = 4):
     """The turn's piece, as the producer's first lane wrote it: it is the one that arrives."""
-    lanes: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    lanes: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     first = gl.arange(0, 32, layout=lanes) == 0
     return gl.sum(gl.where(first, handed.index(turn).load(lanes), 0), axis=0)
 

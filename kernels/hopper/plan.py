@@ -17,6 +17,7 @@ import triton
 from torch import Tensor
 
 from fa_advisor.kernels.fp8 import E4M3
+from fa_advisor.kernels.hopper import dealing
 from fa_advisor.kernels.hopper.dealing import Ordered, Scheduled, deal, order_of
 from fa_advisor.kernels.hopper.tiles import (
     BLOCK_N,
@@ -199,10 +200,11 @@ class Backward(NamedTuple):
         """Whether dQ isn't to be given."""
         return self.finish is not None
 
-    def buffers(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """base, delta and the accumulator."""
+    def buffers(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """base, delta, the accumulator and how many pieces were taken."""
         total = torch.empty((self.words, 256), dtype=torch.float32, device=device)
-        return *_statistics(self.rows, device), total
+        taken = torch.empty(1, dtype=torch.int32, device=device)
+        return *_statistics(self.rows, device), total, taken
 
     def __call__(
         self, x: Inputs, grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor,
@@ -213,14 +215,13 @@ class Backward(NamedTuple):
         index = q.get_device()
         for_query, *rest = self.gradients
         dk, dv = (torch.empty_strided(*of, dtype=q.dtype, device=device) for of in rest)
-        base, delta, total = self.buffers(device)
+        base, delta, total, taken = self.buffers(device)
         rows_delta = torch.empty_like(lse) if x.sinks is not None else None
+        cu = x.cu_seqlens_q, x.cu_seqlens_k
         self.prepare(
-            index, out, grad_out, lse, grad_lse, base, delta, total, rows_delta, x.cu_seqlens_q
+            index, out, grad_out, lse, grad_lse, base, delta, total, taken, rows_delta, cu[0]
         )
-        self.main(
-            index, q, k, v, grad_out, dk, dv, base, delta, total, x.cu_seqlens_q, x.cu_seqlens_k
-        )
+        self.main(index, q, k, v, grad_out, dk, dv, base, delta, total, taken, *cu)
         dq = grad_query
         if self.finish is not None:
             dq = torch.empty_strided(*for_query, dtype=q.dtype, device=device)
@@ -263,7 +264,9 @@ class WideBackward(NamedTuple):
         base, delta = self.buffers(device)
         rows_delta = torch.empty_like(lse) if x.sinks is not None else None
         cu = x.cu_seqlens_q, x.cu_seqlens_k
-        self.prepare(index, out, grad_out, lse, grad_lse, base, delta, None, rows_delta, cu[0])
+        self.prepare(
+            index, out, grad_out, lse, grad_lse, base, delta, None, None, rows_delta, cu[0]
+        )
         self.keys(index, q, k, v, grad_out, dk, dv, base, delta, *cu)
         self.queries(index, q, k, v, grad_out, dq, base, delta, *cu)
         return dq, dk, dv, lse if rows_delta is None else rows_delta
@@ -366,6 +369,8 @@ def _heads_beside(kind: Kind, o: Options) -> int:
     """How many heads run side by side in the backward."""
     if not kind.has_right:
         return 1
+    if o.max_seqlen_q <= 1024:
+        return 32
     return 8 if o.max_seqlen_q < 8192 else 4
 
 
@@ -410,11 +415,12 @@ def _narrow_backward(
         varlen, kind.dim, wide, block_m,
     )  # fmt: skip
     over_rows = blocks_m * kind.batch * kind.heads
+    grid = min(blocks_n * kind.batch * kv_heads, dealing.processors(q.device))
     plan = Backward(
         prepare=prepare,
         main=Launch(
             "hopper_backward", kernels.backward_kernel,
-            lambda _: (blocks_n * kind.batch * kv_heads, main), Tile(block_m, n, 4, 2),
+            lambda _: (grid, main), Tile(block_m, n, 4, 2),
             lambda _: described, adjustable=False, describe=TensorDescriptor,
         ),
         finish=None if exact else Launch(

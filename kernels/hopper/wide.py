@@ -82,7 +82,8 @@ def exponential(logits, base, scale, softcap, SOFTCAP: gl.constexpr):
 @gluon.jit
 def owned_keys(kv_heads, all_kv_heads, blocks_n, side):
     """The block's first KV row, batch and KV head."""
-    start, batch, kv_head = owned(kv_heads, all_kv_heads, blocks_n, side)
+    place = (kv_heads, all_kv_heads, blocks_n, side)
+    start, batch, kv_head = owned(gl.program_id(0), place)
     return start // 2, batch, kv_head  # `owned` counts in blocks of 128.
 
 

@@ -116,11 +116,12 @@ def test_what_is_prepared(case: dict[str, Any]) -> None:
     nan = math.nan
     base, delta = (torch.full((g.plan.rows,), nan) for _ in range(2))
     total, rows_delta = torch.full((g.plan.rows * wide,), nan), torch.full_like(g.lse, nan)
+    taken = torch.full((1,), 7, dtype=torch.int32)
     # With rows_delta where there are sinks; without the accumulator, head dims over 128 do.
     for asked in (None, rows_delta):
         g.plan.prepare(
             -1, g.out, g.grad_out, g.lse, g.grad_lse, base, delta,
-            total if wide < 256 else None, asked, g.cu,
+            *((total, taken) if wide < 256 else (None, None)), asked, g.cu,
         )  # fmt: skip
     for (rows, of_lse), begin in zip(sequences(g), padded_rows(g, block_m), strict=True):
         lse = g.lse[of_lse]
@@ -139,6 +140,7 @@ def test_what_is_prepared(case: dict[str, Any]) -> None:
         assert (base[begin + length : end] == math.inf).all()
         if wide < 256:
             assert (total[begin * wide : end * wide] == 0).all()
+    assert taken == (0 if wide < 256 else 7)
 
 
 def in_fragment_order(dq: Tensor, block_m: int) -> Tensor:

@@ -576,13 +576,13 @@ def test_every_block_of_the_backward_is_owned_once() -> None:
     for _ in range(100):
         batches, heads, blocks = (draw.randint(1, 6) for _ in range(3))
         side, right = draw.choice((1, 4, 8)), draw.random() < 0.5
-        for function, rows, more in (
-            (owned, 128, ()), (owned_keys, 64, ()), (owned_queries, 128, (128, right)),
-        ):  # fmt: skip
-            found = sorted(
-                plainly(function, i)(heads, batches * heads, blocks, side, *more)
-                for i in range(blocks * batches * heads)
-            )
+        place = heads, batches * heads, blocks, side
+        for of, rows in (
+            (lambda i, place: plainly(owned)(i, place), 128),
+            (lambda i, place: plainly(owned_keys, i)(*place), 64),
+            (lambda i, place: plainly(owned_queries, i)(*place, 128, right), 128),  # noqa: B023
+        ):
+            found = sorted(of(i, place) for i in range(blocks * batches * heads))
             assert found == [
                 (block * rows, batch, head) for block in range(blocks)
                 for batch in range(batches) for head in range(heads)

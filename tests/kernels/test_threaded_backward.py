@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from fa_advisor.kernels import launch as launches
 from fa_advisor.kernels import reference
 from fa_advisor.kernels.arguments import check
+from fa_advisor.kernels.hopper import dealing
 from fa_advisor.kernels.kinds import Inputs
 from fa_advisor.kernels.op import options_of
 
@@ -28,7 +29,8 @@ KERNELS = {
 
 @pytest.fixture(autouse=True)
 def as_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everything is planned as for a Hopper GPU, and run by threads."""
+    """Everything is planned as for a Hopper GPU with few processors, and run by threads."""
+    monkeypatch.setattr(dealing, "processors", lambda _: 3)
     threaded.plan_as_on_hopper(monkeypatch, run)
 
 
@@ -77,6 +79,8 @@ def prepare(given: dict[str, Any]) -> None:
             given["rows_delta"][in_lse] = delta
     if given["ZERO"]:
         given["total"].zero_()
+    if given["taken"] is not None:
+        given["taken"].zero_()
 
 
 def finish(given: dict[str, Any]) -> None:
@@ -183,19 +187,35 @@ def test_the_backward_with_every_feature(case: Case, dtype: torch.dtype) -> None
 @pytest.mark.parametrize(
     ("file", "healthy", "ill"),
     [
-        ("backward", "        consumers_sync()\n        zero", "        zero"),
+        ("backward", "        consumers_sync()\n        none", "        none"),
         ("backward", "        mbarrier.wait(dq_free.index(W), (it & 1) ^ 1)", "        #"),
         (
             "backward",
-            "        dk = warpgroup_mma_wait(0, deps=(dk,))\n"
-            "        mbarrier.arrive(q_free.index(i), count=1)\n",
-            "        mbarrier.arrive(q_free.index(i), count=1)\n"
-            "        dk = warpgroup_mma_wait(0, deps=(dk,))\n",
+            "    dk = warpgroup_mma_wait(1, deps=(dk,))\n"
+            "    mbarrier.arrive(q_free.index(i), count=1, pred=more)\n",
+            "    mbarrier.arrive(q_free.index(i), count=1, pred=more)\n"
+            "    dk = warpgroup_mma_wait(1, deps=(dk,))\n",
         ),
+        (
+            "backward",
+            "            mbarrier.wait(dq_free.index(c), (last & 1) ^ 1)\n",
+            "            dq_free.index(c)\n",
+        ),
+        ("backward", "        mbarrier.wait(kv_free, turn ^ 1)", "        #"),
+        ("backward", "        mbarrier.arrive(kv_free, count=1)\n        len_q", "        len_q"),
         ("wide", "    fence_async_shared()  # For wgmma, and before the barrier.\n", ""),
         ("wide", "        mbarrier.arrive(v_free.index(n), count=1)\n", ""),
     ],
-    ids=["alone", "dQ overwritten", "given back early", "no fence", "never given back"],
+    ids=[
+        "alone",
+        "dQ overwritten",
+        "given back early",
+        "dV over dQ",
+        "K overwritten",
+        "never told",
+        "no fence",
+        "never given back",
+    ],
 )
 def test_a_fault_shows(file: str, healthy: str, ill: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The threads find what would be a race or a hang on a GPU."""
