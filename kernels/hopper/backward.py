@@ -339,10 +339,8 @@ def walk_tile(
     mbarrier.wait(q_full.index(j), (following >> 1) & 1, pred=more)
     product = first_product(q_s.index(j), k, BLOCK_M)
     # Nothing may be under way across the loop's end: ptxas would wait after every product.
-    dk = warpgroup_mma_wait(1, deps=(dk,))
-    mbarrier.arrive(q_free.index(i), count=1, pred=more)
-    s = warpgroup_mma_wait(0, deps=(product,))
-    mbarrier.arrive(q_free.index(i), count=1, pred=following >= last)
+    dk, s = warpgroup_mma_wait(0, deps=(dk, product))
+    mbarrier.arrive(q_free.index(i), count=1)
     return dk, dv, s
 
 

@@ -191,10 +191,10 @@ def test_the_backward_with_every_feature(case: Case, dtype: torch.dtype) -> None
         ("backward", "        mbarrier.wait(dq_free.index(W), (it & 1) ^ 1)", "        #"),
         (
             "backward",
-            "    dk = warpgroup_mma_wait(1, deps=(dk,))\n"
-            "    mbarrier.arrive(q_free.index(i), count=1, pred=more)\n",
-            "    mbarrier.arrive(q_free.index(i), count=1, pred=more)\n"
-            "    dk = warpgroup_mma_wait(1, deps=(dk,))\n",
+            "    dk, s = warpgroup_mma_wait(0, deps=(dk, product))\n"
+            "    mbarrier.arrive(q_free.index(i), count=1)\n",
+            "    mbarrier.arrive(q_free.index(i), count=1)\n"
+            "    dk, s = warpgroup_mma_wait(0, deps=(dk, product))\n",
         ),
         (
             "backward",
