@@ -273,9 +273,7 @@ def _consume(
         local = row + gl.arange(0, BM, layout=ROW)
         m = gl.full([BM], float("-inf"), gl.float32, layout=ROW)
         if SINKS:
-            # A sink is a logit without a value: it is in the maximum, and at last in the sum.
             sink = gl.load(sinks + head).to(gl.float32) * LOG2E
-            m = gl.maximum(m, sink)
         z = gl.full([BM], 0.0, gl.float32, layout=ROW)
         acc = gl.zeros([BM, BLOCK_DV], gl.float32, layout=OUT)
         if all_end > all_begin:
@@ -334,10 +332,17 @@ def _consume(
             slot, phase = pass_by(
                 begin, all_begin, slot, phase, buffers, some, False, STAGES, BN, CID, CONSUMERS
             )
+        share = 1.0
         if SINKS:
-            z += gl.exp2(sink - gl.where(m == float("-inf"), 0.0, m) + HEADROOM)
+            # A sink is a logit without a value. It is in the sum alone, so that no weight is
+            # rounded to nothing beside it; there it may be larger than any of them could be.
+            highest = m
+            m = gl.maximum(m, sink)
+            base = gl.where(m == float("-inf"), 0.0, m)
+            share = gl.exp2(highest - base)
+            z = z * share + gl.exp2(sink - base + HEADROOM)
         empty = z == 0.0
-        share = 1.0 / gl.where(empty, 1.0, z)
+        share = share / gl.where(empty, 1.0, z)
         share *= _descale(v_descale, batch, head // group, stride_vb, stride_vh)
         acc = acc * gl.convert_layout(share, gl.SliceLayout(1, OUT))[:, None]
         # What lay in the buffer has been read by its copy out.

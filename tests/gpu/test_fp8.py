@@ -177,7 +177,7 @@ def test_a_neighbour_may_hold_nan() -> None:
         assert torch.equal(dirty[rows], clean[rows])
 
 
-@pytest.mark.parametrize("times", [6.0, 16.0])
+@pytest.mark.parametrize("times", [2.0, 6.0, 16.0])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_logits_that_grow_from_tile_to_tile(times: float, is_causal: bool) -> None:
     """What came before is as good as nothing then."""
@@ -199,6 +199,51 @@ def test_a_key_that_outweighs_the_others() -> None:
         q, k, descales = q.to(E4M3), k.to(E4M3), {name: d * 0 + 1 for name, d in descales.items()}
         found = flash_attention(q, k, v, **descales, return_lse=True)
         assert_close(found, reference.attention(*wide([q, k, v], descales)), most_lse=1e-2)
+
+
+@pytest.mark.parametrize("sink", [-20.0, 8.0, 11.0, 20.0, 80.0])
+def test_a_sink_costs_no_weight_its_bits(sink: float) -> None:
+    three, _ = tensors((1, 2, 300, 64), (1, 2, 1016, 64))
+    sinks = torch.full((2,), sink, device="cuda")
+    found = flash_attention(*three, sinks=sinks, return_lse=True)
+    assert_close(found, reference.attention(*(x.double() for x in three), sinks=sinks))
+
+
+def test_a_sink_beside_which_all_is_nothing() -> None:
+    """Also of rows that see no key."""
+    three, _ = tensors((1, 2, 300, 64), (1, 2, 200, 64))
+    for sink in (300.0, 1e30):
+        sinks = torch.full((2,), sink, device="cuda")
+        out, lse = flash_attention(*three, sinks=sinks, window=(5, -1), return_lse=True)
+        assert not out.any()
+        torch.testing.assert_close(lse, torch.full_like(lse, sink))
+
+
+@pytest.mark.parametrize("times", [4, 80])
+def test_a_rows_bits_are_its_own(times: int) -> None:
+    """Whether its neighbours' weights outgrow their base, or are infinite from it."""
+    three, _ = tensors((1, 2, 2048, 128), (1, 2, 2048, 128))
+    q, k, v = three
+    later = q.float()
+    later[:, :, 2000:] = (later[:, :, 2000:] * times).clamp(-448, 448)
+    rows = []
+    for query in (q, later.to(E4M3)):
+        out, lse = flash_attention(query, k, v, is_causal=True, return_lse=True)
+        rows.append((out[:, :, :2000], lse[:, :, :2000]))
+    assert torch.equal(rows[0][0], rows[1][0])
+    assert torch.equal(rows[0][1], rows[1][1])
+
+
+@pytest.mark.parametrize("which", range(3))
+@pytest.mark.parametrize("wrong", [math.nan, math.inf])
+def test_no_descale_that_is_no_number_is_lost(which: int, wrong: float) -> None:
+    three, descales = tensors((2, 2, 300, 64), (2, 2, 500, 64))
+    descales[DESCALES[which]][1] = wrong
+    out, lse = flash_attention(*three, **descales, return_lse=True)
+    assert torch.isfinite(out[0]).all()
+    assert torch.isfinite(lse[0]).all()
+    assert not torch.isfinite(out[1]).any()
+    assert torch.isnan(lse[1]).all() == (which < 2)
 
 
 def test_long_sums_are_not_cut_off() -> None:

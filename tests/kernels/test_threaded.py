@@ -223,6 +223,7 @@ CASES = {
     "logits that grow, head dim 128, a window": Case(
         batch=1, len_q=300, len_k=700, head_dim=128, window=(400, 250), growth=16.0
     ),
+    "logits that grow slowly": Case(batch=1, len_q=128, len_k=640, head_dim=64, growth=3.0),
     "logits that grow, head dim 256, sinks": Case(
         batch=1, len_q=128, len_k=512, head_dim=256, sinks=True, growth=16.0
     ),
@@ -270,26 +271,83 @@ def test_a_head_of_zeros_in_eight_bits(name: str, zero: int) -> None:
     assert_fp8_agrees(CASES[name], zero)
 
 
-@pytest.mark.parametrize(
-    ("alike", "sink", "most"), [(True, None, 0.01), (False, 11.0, 0.03), (False, 8.0, 0.01)]
-)
-def test_weights_that_are_all_small_in_eight_bits(
-    alike: bool, sink: float | None, most: float
-) -> None:
-    """All keys alike, or a sink that outweighs each: rounded, they add up to what they are."""
-    torch.manual_seed(0)
-    q, k = (torch.randn(1, 1, n, 64).to(E4M3) for n in (64, 1016))
-    v = (torch.randn(1, 1, 1016, 64) + 1.0).to(E4M3)
-    if alike:
-        q = torch.zeros_like(q)
-    case = Case(batch=1, len_q=64, len_k=1016, head_dim=64)
-    given = {"query": q, "key": k, "value": v}
-    if sink is not None:
-        given["sinks"] = torch.tensor([sink])
+def eight_bits(
+    case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **more: Any
+) -> tuple[dict[str, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+    """A call in eight bits without descales: what the reference is to be given, out and lse."""
+    given = {"query": q.to(E4M3), "key": k.to(E4M3), "value": v.to(E4M3), **more}
     x, options = planned(case, given)
     found = launches.forward_fp8(x, options, Descales(None, None, None))
     assert found is not None, "not Hopper's"
-    assert_near(case, {n: t.float() for n, t in given.items()}, *found, most)
+    return {name: t.float() for name, t in given.items()}, found
+
+
+@pytest.mark.parametrize("alike", [False, True])
+@pytest.mark.parametrize("sink", [None, -20.0, 8.0, 11.0, 20.0, 80.0])
+def test_a_sink_costs_no_weight_its_bits(alike: bool, sink: float | None) -> None:
+    """One that outweighs each key, or all. All keys alike: none is rounded."""
+    torch.manual_seed(0)
+    q, k = torch.randn(1, 1, 64, 64) * (not alike), torch.randn(1, 1, 1016, 64)
+    v = torch.randn(1, 1, 1016, 64) + 1.0
+    case = Case(batch=1, len_q=64, len_k=1016, head_dim=64)
+    sinks = {} if sink is None else {"sinks": torch.tensor([sink])}
+    given, found = eight_bits(case, q, k, v, **sinks)
+    assert_near(case, given, *found, 4e-3)
+
+
+@pytest.mark.parametrize("window", [None, (5, -1)])
+def test_a_sink_beside_which_all_is_nothing_in_eight_bits(window: tuple[int, int] | None) -> None:
+    """Also of rows that see no key."""
+    case = Case(batch=1, len_q=200, len_k=140, head_dim=64, window=window)
+    q, k, v = (torch.randn(1, 1, n, 64) for n in (200, 140, 140))
+    for sink in (300.0, 1e30):
+        _given, (out, lse) = eight_bits(case, q, k, v, sinks=torch.tensor([sink]))
+        assert not out.any()
+        torch.testing.assert_close(lse, torch.full_like(lse, sink))
+    _given, (out, lse) = eight_bits(case, q, k, v, sinks=torch.tensor([float("-inf")]))
+    _given, without = eight_bits(case, q, k, v)
+    assert torch.equal(out, without[0])
+    assert torch.equal(lse, without[1])
+
+
+@pytest.mark.parametrize("bits", [5, 11, 12])
+@pytest.mark.parametrize("at", [1990, 1000, 7])
+def test_a_key_that_outweighs_the_others_in_eight_bits(at: int, bits: int) -> None:
+    """By a power of two, of two thousand: they still count, wherever it is."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 1, n, 64) for n in (128, 2048, 2048))
+    q[..., 0], k[..., 0] = 8.0, 0.0
+    k[..., at, 0] = bits * math.log(2.0)
+    case = Case(batch=1, len_q=128, len_k=2048, head_dim=64)
+    given, found = eight_bits(case, q, k, v + 1.0)
+    assert_near(case, given, *found, 4e-3)
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_no_descale_that_is_no_number_is_lost(which: int, wrong: float) -> None:
+    given = [torch.randn(1, 1, n, 64).to(E4M3) for n in (64, 300, 300)]
+    x, options = planned(
+        Case(batch=1, len_q=64, len_k=300, head_dim=64),
+        dict(zip(("query", "key", "value"), given, strict=True)),
+    )
+    descales = Descales(*(torch.ones(1, 1) for _ in "qkv"))
+    descales[which].fill_(wrong)
+    found = launches.forward_fp8(x, options, descales)
+    assert found is not None
+    assert not torch.isfinite(found[0]).any()
+    assert torch.isnan(found[1]).all() == (which < 2)
+
+
+def test_a_key_that_is_no_number_is_seen_in_eight_bits() -> None:
+    q, k, v = (torch.randn(1, 1, n, 64) for n in (128, 500, 500))
+    k[..., 100, :] = float("nan")
+    case = Case(batch=1, len_q=128, len_k=500, head_dim=64, is_causal=True)
+    _given, (out, lse) = eight_bits(case, q, k, v)
+    assert torch.isfinite(out[:, :, :100]).all()
+    assert torch.isfinite(lse[:, :, :100]).all()
+    assert torch.isnan(out[:, :, 100:]).all()
+    assert torch.isnan(lse[:, :, 100:]).all()
 
 
 @settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -382,6 +440,22 @@ def test_a_rows_bits_are_its_own() -> None:
         x, options = planned(case, tensors)
         rows.append(launches.forward(x, options)(x)[0][:, :, :600])
     assert torch.equal(*rows)
+
+
+@pytest.mark.parametrize("times", [4, 80])
+def test_a_rows_bits_are_its_own_in_eight_bits(times: int) -> None:
+    """Whether its neighbours' weights outgrow their base, or are infinite from it."""
+    case = Case(batch=1, len_q=640, len_k=640, head_dim=64, is_causal=True)
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 1, 640, 64) for _ in "qkv")
+    later = q.clone()
+    later[:, :, 600:] *= times
+    rows = []
+    for query in (q, later):
+        _given, (out, lse) = eight_bits(case, query, k, v)
+        rows.append((out[:, :, :600], lse[:, :, :600]))
+    assert torch.equal(rows[0][0], rows[1][0])
+    assert torch.equal(rows[0][1], rows[1][1])
 
 
 @pytest.mark.parametrize(
