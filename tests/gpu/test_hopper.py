@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from fa_advisor.kernels import launch, reference, repeated
 from fa_advisor.kernels.api import flash_attention
-from fa_advisor.kernels.hopper import plan
+from fa_advisor.kernels.hopper import dealing, plan
 
 pytestmark = [
     pytest.mark.gpu,
@@ -84,6 +84,67 @@ def test_both_directions_run_on_them(
     finally:
         torch.use_deterministic_algorithms(False)
     assert planned == [("forward", True), ("backward", True)]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"is_causal": True, "head_dim": 64},
+        {"is_causal": True, "bottom_right": True, "len_q": 700},
+        {"window": (100, 30), "len_k": 1500},
+        {"kv_heads": 1, "len_q": 513, "len_k": 1025},
+        {"lengths": ((1024, 1024), (0, 7), (5, 0), (1, 1), (130, 700)), "is_causal": True},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("exact", [False, True])
+def test_few_blocks_take_all_pieces(
+    more: dict[str, Any], exact: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One after the other, as where there are more than processors."""
+    monkeypatch.setattr(dealing, "processors", lambda _: 5)
+    torch.use_deterministic_algorithms(exact)
+    try:
+        assert_agrees(Case(**{**PLAIN, "head_dim": 128, **more}), "cuda", torch.bfloat16)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_the_backward_can_be_replayed() -> None:
+    """The pieces that were taken are counted anew each time, on two streams each their own."""
+    leaves = [
+        torch.randn(4, 16, 1024, 64, device="cuda", dtype=torch.bfloat16).requires_grad_()
+        for _ in "qkv"
+    ]
+    grad = torch.randn_like(leaves[0])
+
+    def run() -> tuple[torch.Tensor, ...]:
+        out = flash_attention(*leaves, is_causal=True)
+        return torch.autograd.grad(out, leaves, grad)
+
+    run()
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    graphs = [torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()]
+    torch.cuda.synchronize()
+    found = []
+    for graph, stream in zip(graphs, streams, strict=True):
+        with torch.cuda.graph(graph, stream=stream):
+            found.append(run())
+    for _ in range(3):
+        with torch.no_grad():
+            for leaf in leaves:
+                leaf.normal_()
+        expected = run()
+        torch.cuda.synchronize()
+        for graph, stream in zip(graphs, streams, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+        torch.cuda.synchronize()
+        for gradients in found:
+            for name, one, other in zip(("dq", "dk", "dv"), gradients, expected, strict=True):
+                error = (one - other).float().norm() / other.float().norm()
+                assert float(error) < 1e-3, name
 
 
 @pytest.mark.parametrize(
