@@ -417,7 +417,7 @@ def _store(at: Pointer, value: Tensor, mask: Tensor | None = None) -> None:
 _atomic = threading.Lock()
 
 
-def _atomic_add(at: Pointer, more: int) -> Scalar:
+def _atomic_add(at: Pointer, more: int, sem: str | None = None) -> Scalar:
     with _atomic:
         before = int(at.flat[at.offset])
         at.flat[at.offset] = before + more

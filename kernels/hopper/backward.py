@@ -164,31 +164,35 @@ def load_warp(
             col_start, len_q, len_k, left, right, BLOCK_M, BLOCK_N, EVEN, HAS_LEFT, HAS_RIGHT,
             BOTTOM_RIGHT,
         )  # fmt: skip
-        row = first_row(batch, first_q, row_stride_b, BLOCK_M, VARLEN) + begin
-        mbarrier.wait(kv_free, turn ^ 1)  # The first doesn't wait.
-        tell(handed, 0, piece)
-        mbarrier.expect(kv_full, BLOCK_N * (D + DV) * 2)
-        fetch(k_desc, batch, first_k, len_k, kv_head, col_start, kv_full, k_s.index(0), VARLEN)
-        fetch(v_desc, batch, first_k, len_k, kv_head, col_start, kv_full, v_s.index(0), VARLEN)
-        for member in range(group):
-            head = kv_head * group + member
-            at = row + head * row_stride_h
-            for j in range(count):
-                i = it & 1
-                phase = ((it >> 1) & 1) ^ 1  # The first pass through the ring doesn't wait.
-                start = begin + j * BLOCK_M
-                mbarrier.wait(q_free.index(i), phase)
-                full = q_full.index(i)
-                mbarrier.expect(full, BLOCK_M * (D * 2 + 4))
-                fetch(q_desc, batch, first_q, len_q, head, start, full, q_s.index(i), VARLEN)
-                load_tile(base_desc, [at + j * BLOCK_M], full, base_s.index(i))
-                full = g_full.index(i)
-                mbarrier.expect(full, BLOCK_M * (DV * 2 + 4))
-                fetch(g_desc, batch, first_q, len_q, head, start, full, g_s.index(i), VARLEN)
-                load_tile(delta_desc, [at + j * BLOCK_M], full, delta_s.index(i))
-                it += 1
-        piece = gl.num_programs(0) + gl.atomic_add(taken, 1)
-        turn ^= 1
+        some = True
+        if VARLEN:  # Of a sequence that is shorter than the longest: nobody is told.
+            some = col_start < len_k
+        if some:
+            row = first_row(batch, first_q, row_stride_b, BLOCK_M, VARLEN) + begin
+            mbarrier.wait(kv_free, turn ^ 1)  # The first doesn't wait.
+            tell(handed, 0, piece)
+            mbarrier.expect(kv_full, BLOCK_N * (D + DV) * 2)
+            fetch(k_desc, batch, first_k, len_k, kv_head, col_start, kv_full, k_s.index(0), VARLEN)
+            fetch(v_desc, batch, first_k, len_k, kv_head, col_start, kv_full, v_s.index(0), VARLEN)
+            for member in range(group):
+                head = kv_head * group + member
+                at = row + head * row_stride_h
+                for j in range(count):
+                    i = it & 1
+                    phase = ((it >> 1) & 1) ^ 1  # The first pass through the ring doesn't wait.
+                    start = begin + j * BLOCK_M
+                    mbarrier.wait(q_free.index(i), phase)
+                    full = q_full.index(i)
+                    mbarrier.expect(full, BLOCK_M * (D * 2 + 4))
+                    fetch(q_desc, batch, first_q, len_q, head, start, full, q_s.index(i), VARLEN)
+                    load_tile(base_desc, [at + j * BLOCK_M], full, base_s.index(i))
+                    full = g_full.index(i)
+                    mbarrier.expect(full, BLOCK_M * (DV * 2 + 4))
+                    fetch(g_desc, batch, first_q, len_q, head, start, full, g_s.index(i), VARLEN)
+                    load_tile(delta_desc, [at + j * BLOCK_M], full, delta_s.index(i))
+                    it += 1
+            turn ^= 1
+        piece = gl.num_programs(0) + gl.atomic_add(taken, 1, sem="relaxed")
     mbarrier.wait(kv_free, turn ^ 1)
     tell(handed, 0, piece)
     mbarrier.arrive(kv_full, count=1)
@@ -417,6 +421,7 @@ def do_piece(
     _first_q, first_k, _len_q, len_k = lengths(batch, cu_q, cu_k, sizes[0], sizes[1], VARLEN)
     # The next piece's K and V may come; dK and dV leave through the buffers of dS and dQ.
     mbarrier.arrive(kv_free, count=1)
+    # The other has done its last tile as well: else its dQ's parity could be that of two before.
     consumers_sync()
     if DQ:
         for c in gl.static_range(2):

@@ -117,11 +117,15 @@ def assert_gradients_agree(case: Case, dtype: torch.dtype = torch.bfloat16) -> N
     grad_out = torch.randn_like(true_out).to(dtype)
     grad_lse = torch.randn_like(true_lse).float().masked_fill(true_lse == -math.inf, 0.0)
     leaves = [wide[name] for name in names]
-    expected = torch.autograd.grad(
-        [true_out, true_lse], leaves, [grad_out.double(), grad_lse.double()]
-    )
     x = Inputs(q, k, v, None, None if sinks is None else sinks.detach(), None, *cu, None)
     out, lse = true_out.detach().to(dtype), true_lse.detach().float()
+    # delta is of O as it was rounded: where dP is nearly that, what is left is that rounding.
+    rounding = (grad_out.double() * (out.double() - true_out.detach())).sum(-1)
+    if cu[0] is not None:
+        rounding = rounding.T
+    expected = torch.autograd.grad(
+        [true_out, true_lse], leaves, [grad_out.double(), grad_lse.double() - rounding]
+    )
     if q.numel() == 0 or k.numel() == 0:
         return
     made = launches._plan_backward(x, options_of(call), grad_out, grad_lse, out, lse, False, False)
@@ -131,7 +135,7 @@ def assert_gradients_agree(case: Case, dtype: torch.dtype = torch.bfloat16) -> N
     for name, one, other in zip(names, found, expected, strict=False):
         assert one is not None
         error = float((one.double() - other).norm()) / max(float(other.norm()), floor)
-        assert error < 1.5e-2, (name, error)
+        assert error < (8e-3 if dtype == torch.bfloat16 else 1.5e-3), (name, error)
 
 
 CASES = {
