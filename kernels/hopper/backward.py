@@ -120,6 +120,27 @@ def first_row(batch, first_q, row_stride_b, BLOCK_M: gl.constexpr, VARLEN: gl.co
 
 
 @gluon.jit
+def queries_of(
+    piece, cu_q, cu_k, place, sizes,
+    VARLEN: gl.constexpr, EVEN: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
+    BOTTOM_RIGHT: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+):  # fmt: skip
+    """What comes by for a piece: its place, its sequence, the first query and tiles of them.
+
+    And where that query is among padded rows, of head 0.
+    """
+    len_q, len_k, _group, left, right, row_stride_b, _row_stride_h = sizes
+    col_start, batch, kv_head = owned(piece, place)
+    first_q, first_k, len_q, len_k = lengths(batch, cu_q, cu_k, len_q, len_k, VARLEN)
+    begin, _plain, _edge, count, _shift = bounds(
+        col_start, len_q, len_k, left, right, BLOCK_M, BLOCK_N, EVEN, HAS_LEFT, HAS_RIGHT,
+        BOTTOM_RIGHT,
+    )  # fmt: skip
+    row = first_row(batch, first_q, row_stride_b, BLOCK_M, VARLEN) + begin
+    return (col_start, batch, kv_head), (first_q, len_q, first_k, len_k), begin, count, row
+
+
+@gluon.jit
 def fetch(desc, batch, first, length, head, row, barrier, tile, VARLEN: gl.constexpr):
     """Load a tile's rows from `row` on; zeros beyond the sequence's end."""
     flat = viewed(tile, desc.dtype, desc.block_type.shape, desc.layout)
@@ -152,23 +173,22 @@ def load_warp(
     q_s, g_s, k_s, v_s, base_s, delta_s, _ds_s, _dq_s, handed = buffers[0]
     q_full, q_free, g_full, _dq_full, _dq_free, kv_full, kv_free = buffers[1]
     _kv_heads, all_kv_heads, blocks_n, _side = place
+    _len_q, _len_k, group, _left, _right, _row_stride_b, row_stride_h = sizes
     total = all_kv_heads * blocks_n
     piece = gl.program_id(0)
     turn = 0
     it = 0
     while piece < total:
-        len_q, len_k, group, left, right, row_stride_b, row_stride_h = sizes
-        col_start, batch, kv_head = owned(piece, place)
-        first_q, first_k, len_q, len_k = lengths(batch, cu_q, cu_k, len_q, len_k, VARLEN)
-        begin, _plain, _edge, count, _shift = bounds(
-            col_start, len_q, len_k, left, right, BLOCK_M, BLOCK_N, EVEN, HAS_LEFT, HAS_RIGHT,
-            BOTTOM_RIGHT,
+        at_piece, sequence, begin, count, row = queries_of(
+            piece, cu_q, cu_k, place, sizes,
+            VARLEN, EVEN, HAS_LEFT, HAS_RIGHT, BOTTOM_RIGHT, BLOCK_M, BLOCK_N,
         )  # fmt: skip
+        col_start, batch, kv_head = at_piece
+        first_q, len_q, first_k, len_k = sequence
         some = True
         if VARLEN:  # Of a sequence that is shorter than the longest: nobody is told.
             some = col_start < len_k
         if some:
-            row = first_row(batch, first_q, row_stride_b, BLOCK_M, VARLEN) + begin
             mbarrier.wait(kv_free, turn ^ 1)  # The first doesn't wait.
             tell(handed, 0, piece)
             mbarrier.expect(kv_full, BLOCK_N * (D + DV) * 2)
@@ -210,6 +230,9 @@ def add_warp(
     dq_s, handed = buffers[0][7:]
     _q_full, _q_free, _g_full, dq_full, dq_free, kv_full, kv_free = buffers[1]
     _kv_heads, all_kv_heads, blocks_n, _side = place
+    _len_q, _len_k, group, _left, _right, _row_stride_b, row_stride_h = sizes
+    if not DQ:
+        group = 0
     total = all_kv_heads * blocks_n
     turn = 0
     phase = 0
@@ -217,16 +240,11 @@ def add_warp(
     piece = told(handed, 0, 1)
     while piece < total:
         mbarrier.arrive(kv_free, count=1)
-        len_q, len_k, group, left, right, row_stride_b, row_stride_h = sizes
-        if not DQ:
-            group = 0
-        col_start, batch, kv_head = owned(piece, place)
-        first_q, _first_k, len_q, len_k = lengths(batch, cu_q, cu_k, len_q, len_k, VARLEN)
-        begin, _plain, _edge, count, _shift = bounds(
-            col_start, len_q, len_k, left, right, BLOCK_M, BLOCK_N, EVEN, HAS_LEFT, HAS_RIGHT,
-            BOTTOM_RIGHT,
+        at_piece, _sequence, _begin, count, row = queries_of(
+            piece, cu_q, cu_k, place, sizes,
+            VARLEN, EVEN, HAS_LEFT, HAS_RIGHT, BOTTOM_RIGHT, BLOCK_M, BLOCK_N,
         )  # fmt: skip
-        row = first_row(batch, first_q, row_stride_b, BLOCK_M, VARLEN) + begin
+        kv_head = at_piece[2]
         for member in range(group):
             tile = (row + (kv_head * group + member) * row_stride_h) // BLOCK_M
             for j in range(count):
@@ -355,7 +373,7 @@ def do_piece(
     DQ: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
-    """dK and dV of 64 of a piece's KV rows, and half of every dQ; how many tiles were done."""
+    """dK and dV of 64 of a piece's KV rows, and half of every dQ. it: tiles done so far."""
     dk_desc, dv_desc, cu_q, cu_k, buffers, place, sizes, numbers = given
     q_s, _g_s, k_s, v_s, _base_s, _delta_s, ds_s, dq_s, handed = buffers[0]
     q_full, _q_free, _g_full, _dq_full, dq_free, _kv_full, kv_free = buffers[1]
