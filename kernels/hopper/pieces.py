@@ -1,4 +1,4 @@
-"""Which pieces of work a block of a Hopper forward does, and which keys a consumer's rows see."""
+"""Which piece of work a block of a Hopper kernel does next, and which keys a forward's rows see."""
 
 from __future__ import annotations
 
