@@ -120,24 +120,21 @@ def first_row(batch, first_q, row_stride_b, BLOCK_M: gl.constexpr, VARLEN: gl.co
 
 
 @gluon.jit
-def queries_of(
+def surroundings(
     piece, cu_q, cu_k, place, sizes,
     VARLEN: gl.constexpr, EVEN: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
     BOTTOM_RIGHT: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
-    """What comes by for a piece: its place, its sequence, the first query and tiles of them.
-
-    And where that query is among padded rows, of head 0.
-    """
+    """A piece's place, its sequence, its `bounds`, and its first query among the padded rows."""
     len_q, len_k, _group, left, right, row_stride_b, _row_stride_h = sizes
     col_start, batch, kv_head = owned(piece, place)
     first_q, first_k, len_q, len_k = lengths(batch, cu_q, cu_k, len_q, len_k, VARLEN)
-    begin, _plain, _edge, count, _shift = bounds(
+    tiles = bounds(
         col_start, len_q, len_k, left, right, BLOCK_M, BLOCK_N, EVEN, HAS_LEFT, HAS_RIGHT,
         BOTTOM_RIGHT,
     )  # fmt: skip
-    row = first_row(batch, first_q, row_stride_b, BLOCK_M, VARLEN) + begin
-    return (col_start, batch, kv_head), (first_q, len_q, first_k, len_k), begin, count, row
+    row = first_row(batch, first_q, row_stride_b, BLOCK_M, VARLEN) + tiles[0]
+    return (col_start, batch, kv_head), (first_q, len_q, first_k, len_k), tiles, row
 
 
 @gluon.jit
@@ -146,6 +143,17 @@ def fetch(desc, batch, first, length, head, row, barrier, tile, VARLEN: gl.const
     flat = viewed(tile, desc.dtype, desc.block_type.shape, desc.layout)
     a, b, start = origin(batch, first, length, VARLEN)
     load_tile(desc, [a, b, head, start + row, 0], barrier, flat)
+
+
+@gluon.jit
+def fetch_queries(
+    desc, of_rows, batch, first, length, head, row, at, barrier, tile, statistic,
+    VARLEN: gl.constexpr,
+):  # fmt: skip
+    """Load a tile of Q or dO, and what is known of its rows, from padded row `at` on."""
+    mbarrier.expect(barrier, desc.block_type.nbytes + of_rows.block_type.nbytes)
+    fetch(desc, batch, first, length, head, row, barrier, tile, VARLEN)
+    load_tile(of_rows, [at], barrier, statistic)
 
 
 @gluon.jit
@@ -179,12 +187,13 @@ def load_warp(
     turn = 0
     it = 0
     while piece < total:
-        at_piece, sequence, begin, count, row = queries_of(
+        where, sequence, tiles, row = surroundings(
             piece, cu_q, cu_k, place, sizes,
             VARLEN, EVEN, HAS_LEFT, HAS_RIGHT, BOTTOM_RIGHT, BLOCK_M, BLOCK_N,
         )  # fmt: skip
-        col_start, batch, kv_head = at_piece
+        col_start, batch, kv_head = where
         first_q, len_q, first_k, len_k = sequence
+        begin, _plain, _edge, count, _shift = tiles
         some = True
         if VARLEN:  # Of a sequence that is shorter than the longest: nobody is told.
             some = col_start < len_k
@@ -196,20 +205,20 @@ def load_warp(
             fetch(v_desc, batch, first_k, len_k, kv_head, col_start, kv_full, v_s.index(0), VARLEN)
             for member in range(group):
                 head = kv_head * group + member
-                at = row + head * row_stride_h
                 for j in range(count):
                     i = it & 1
                     phase = ((it >> 1) & 1) ^ 1  # The first pass through the ring doesn't wait.
                     start = begin + j * BLOCK_M
+                    at = row + head * row_stride_h + j * BLOCK_M
                     mbarrier.wait(q_free.index(i), phase)
-                    full = q_full.index(i)
-                    mbarrier.expect(full, BLOCK_M * (D * 2 + 4))
-                    fetch(q_desc, batch, first_q, len_q, head, start, full, q_s.index(i), VARLEN)
-                    load_tile(base_desc, [at + j * BLOCK_M], full, base_s.index(i))
-                    full = g_full.index(i)
-                    mbarrier.expect(full, BLOCK_M * (DV * 2 + 4))
-                    fetch(g_desc, batch, first_q, len_q, head, start, full, g_s.index(i), VARLEN)
-                    load_tile(delta_desc, [at + j * BLOCK_M], full, delta_s.index(i))
+                    fetch_queries(
+                        q_desc, base_desc, batch, first_q, len_q, head, start, at,
+                        q_full.index(i), q_s.index(i), base_s.index(i), VARLEN,
+                    )  # fmt: skip
+                    fetch_queries(
+                        g_desc, delta_desc, batch, first_q, len_q, head, start, at,
+                        g_full.index(i), g_s.index(i), delta_s.index(i), VARLEN,
+                    )  # fmt: skip
                     it += 1
             turn ^= 1
         piece = gl.num_programs(0) + gl.atomic_add(taken, 1, sem="relaxed")
@@ -240,11 +249,12 @@ def add_warp(
     piece = told(handed, 0, 1)
     while piece < total:
         mbarrier.arrive(kv_free, count=1)
-        at_piece, _sequence, _begin, count, row = queries_of(
+        where, _sequence, tiles, row = surroundings(
             piece, cu_q, cu_k, place, sizes,
             VARLEN, EVEN, HAS_LEFT, HAS_RIGHT, BOTTOM_RIGHT, BLOCK_M, BLOCK_N,
         )  # fmt: skip
-        kv_head = at_piece[2]
+        kv_head = where[2]
+        count = tiles[3]
         for member in range(group):
             tile = (row + (kv_head * group + member) * row_stride_h) // BLOCK_M
             for j in range(count):
@@ -377,17 +387,18 @@ def do_piece(
     dk_desc, dv_desc, cu_q, cu_k, buffers, place, sizes, numbers = given
     q_s, _g_s, k_s, v_s, _base_s, _delta_s, ds_s, dq_s, handed = buffers[0]
     q_full, _q_free, _g_full, _dq_full, dq_free, _kv_full, kv_free = buffers[1]
-    len_q, len_k, group, left, right, _row_stride_b, _row_stride_h = sizes
+    _len_q, _len_k, group, left, right, _row_stride_b, _row_stride_h = sizes
     dtype: gl.constexpr = q_s.dtype
     SL: gl.constexpr = accumulator(BLOCK_M)
     RN: gl.constexpr = gl.SliceLayout(1, SL)
     MASKS: gl.constexpr = HAS_LEFT or HAS_RIGHT or not EVEN
-    col_start, batch, kv_head = owned(piece, place)
-    _first_q, _first_k, len_q, len_k = lengths(batch, cu_q, cu_k, len_q, len_k, VARLEN)
-    begin, plain, edge, count, shift = bounds(
-        col_start, len_q, len_k, left, right, BLOCK_M, BLOCK_N, EVEN, HAS_LEFT, HAS_RIGHT,
-        BOTTOM_RIGHT,
+    where, sequence, tiles, _row = surroundings(
+        piece, cu_q, cu_k, place, sizes,
+        VARLEN, EVEN, HAS_LEFT, HAS_RIGHT, BOTTOM_RIGHT, BLOCK_M, BLOCK_N,
     )  # fmt: skip
+    col_start, batch, kv_head = where
+    len_k = sequence[3]
+    begin, plain, edge, count, shift = tiles
     cols = col_start + W * 64 + gl.arange(0, 64, layout=RN)
     # The rows from `low` to `high` see a column, counted from `begin`.
     low = cols * 0

@@ -32,12 +32,13 @@ from fa_advisor.kernels.hopper.backward import (
     bounds,
     consumers_sync,
     fetch,
+    fetch_queries,
     first_row,
     owned,
     write,
 )
 from fa_advisor.kernels.hopper.common import FAR, accumulator, cheap_tanh, lengths
-from fa_advisor.kernels.hopper.compat import load_tile, thread_barrier
+from fa_advisor.kernels.hopper.compat import thread_barrier
 from fa_advisor.kernels.score import LOG2E
 
 
@@ -112,24 +113,26 @@ def load_queries(
     it = 0
     for member in range(group):
         head = kv_head * group + member
-        at = row + head * row_stride_h
         for j in range(count):
             i = it & 1
             phase = ((it >> 1) & 1) ^ 1  # The first pass through the ring doesn't wait.
             start = begin + j * BLOCK
+            at = row + head * row_stride_h + j * BLOCK
             mbarrier.wait(q_free.index(i), phase)
-            mbarrier.expect(q_full.index(i), BLOCK * (D * 2 + 4))
-            fetch(q_desc, batch, first_q, len_q, head, start, q_full.index(i), q_s.index(i), VARLEN)
-            load_tile(base_desc, [at + j * BLOCK], q_full.index(i), base_s.index(i))
+            fetch_queries(
+                q_desc, base_desc, batch, first_q, len_q, head, start, at,
+                q_full.index(i), q_s.index(i), base_s.index(i), VARLEN,
+            )  # fmt: skip
             if it == 0:  # S needs K and Q alone.
                 mbarrier.expect(v_full, BLOCK * DV * 2)
                 fetch(
                     v_desc, batch, first_k, len_k, kv_head, col_start, v_full, v_s.index(0), VARLEN
                 )
             mbarrier.wait(g_free.index(i), phase)
-            mbarrier.expect(g_full.index(i), BLOCK * (DV * 2 + 4))
-            fetch(g_desc, batch, first_q, len_q, head, start, g_full.index(i), g_s.index(i), VARLEN)
-            load_tile(delta_desc, [at + j * BLOCK], g_full.index(i), delta_s.index(i))
+            fetch_queries(
+                g_desc, delta_desc, batch, first_q, len_q, head, start, at,
+                g_full.index(i), g_s.index(i), delta_s.index(i), VARLEN,
+            )  # fmt: skip
             it += 1
 
 
