@@ -221,7 +221,7 @@ def test_a_sink_beside_which_all_is_nothing() -> None:
 
 @pytest.mark.parametrize("times", [4, 80])
 def test_a_rows_bits_are_its_own(times: int) -> None:
-    """Whether its neighbours' weights outgrow their base, or are infinite from it."""
+    """However large its neighbours' logits are: later tokens don't change earlier."""
     three, _ = tensors((1, 2, 2048, 128), (1, 2, 2048, 128))
     q, k, v = three
     later = q.float()

@@ -444,7 +444,7 @@ def test_a_rows_bits_are_its_own() -> None:
 
 @pytest.mark.parametrize("times", [4, 80])
 def test_a_rows_bits_are_its_own_in_eight_bits(times: int) -> None:
-    """Whether its neighbours' weights outgrow their base, or are infinite from it."""
+    """However large its neighbours' logits are: later tokens don't change earlier."""
     case = Case(batch=1, len_q=640, len_k=640, head_dim=64, is_causal=True)
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 1, 640, 64) for _ in "qkv")
