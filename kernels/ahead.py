@@ -22,6 +22,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from fa_advisor.kernels import backward, forward
+from fa_advisor.kernels.score import UNSPECIALIZED
 from fa_advisor.kernels.tiles import Tile
 
 FUNCTIONS = {
@@ -120,7 +121,7 @@ def usage_of(config: Config) -> Usage:
     values: dict[str, Any] = {}
     attributes: dict[tuple[int, ...], Any] = {}
     for position, name in enumerate(function.arg_names):
-        aligned = name.startswith("stride_") and name not in ("stride_um", "stride_un")
+        aligned = name.startswith("stride_") and name not in UNSPECIALIZED
         if name in constants or name in absent:
             signature[name], values[name] = "constexpr", constants.get(name)
         elif bias and name in ("stride_bn", "stride_dbn"):

@@ -9,10 +9,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fa_advisor.kernels.score import ADDITIVE, BOOLEAN, LOG2E, kept, load_rows, logits, within
+from fa_advisor.kernels.score import (
+    ADDITIVE,
+    BOOLEAN,
+    LOG2E,
+    UNSPECIALIZED,
+    kept,
+    load_rows,
+    logits,
+    within,
+)
 
 
-@triton.jit(do_not_specialize=["len_q", "heads"])
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def delta_kernel(
     out, grad_out, grad_lse, lse, delta, base, cu_q,
     stride_ob, stride_oh, stride_om, stride_gb, stride_gh, stride_gm, stride_lb, stride_lh,
@@ -145,7 +154,7 @@ def _to_keys(
     return dk, dv
 
 
-@triton.jit(do_not_specialize=["len_q", "len_k", "heads", "group", "left", "right", "threshold"])
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def keys_kernel(
     query, key, value, grad_out, grad_key, grad_value, base, row_max, row_sum, delta,
     bias, spans, slopes, cu_q, cu_k, seeds,
@@ -382,7 +391,7 @@ def _to_queries(
     return dq
 
 
-@triton.jit(do_not_specialize=["len_q", "len_k", "heads", "group", "left", "right", "threshold"])
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def queries_kernel(
     query, key, value, grad_out, grad_query, base, row_max, row_sum, delta,
     bias, spans, slopes, cu_q, cu_k, seeds,
@@ -518,8 +527,7 @@ def queries_kernel(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["batches", "len_q", "len_k", "heads", "group", "left", "right",
-                               "threshold"])  # fmt: skip
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def bias_kernel(
     query, key, value, grad_out, grad_bias, row_max, row_sum, delta, bias, slopes, seeds,
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn,

@@ -10,6 +10,7 @@ from fa_advisor.kernels.score import (
     BOOLEAN,
     LN2,
     LOG2E,
+    UNSPECIALIZED,
     kept,
     load_rows,
     logits,
@@ -73,7 +74,7 @@ def _attend(
     return acc, m, z
 
 
-@triton.jit(do_not_specialize=["len_q", "len_k", "heads", "group", "left", "right", "threshold"])
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def forward_kernel(
     query, key, value, out, lse, row_max, row_sum, bias, spans, sinks, slopes, cu_q, cu_k, seeds,
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn,

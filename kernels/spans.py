@@ -12,7 +12,7 @@ import triton.language as tl
 _FAR = tl.constexpr(2147483647)
 
 
-@triton.jit(do_not_specialize=["heads", "owned", "looped"])
+@triton.jit(do_not_specialize=["heads", "owned", "looped", "blocks"])
 def spans_kernel(
     mask, spans, stride_b, stride_h, stride_owned, stride_looped, heads, owned, looped, blocks,
     BROADCAST: tl.constexpr, OWNED: tl.constexpr, LOOPED: tl.constexpr,

@@ -574,7 +574,8 @@ def backward_kernel(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["len_q", "heads", "blocks_m"])
+@triton.jit(do_not_specialize=["len_q", "heads", "blocks_m", "stride_lb", "stride_lh",
+                               "stride_rb", "stride_rh"])  # fmt: skip
 def prepare_kernel(
     out, grad_out, lse, grad_lse, base, delta, total, taken, rows_delta, cu_q,
     stride_ob, stride_oh, stride_om, stride_gb, stride_gh, stride_gm, stride_lb, stride_lh,

@@ -481,7 +481,8 @@ def _consume(
 
 
 @gluon.jit(do_not_specialize=["len_q", "len_k", "batch_heads", "heads", "group", "blocks",
-                              "side_by_side", "total", "left", "right"])  # fmt: skip
+                              "side_by_side", "total", "left", "right",
+                              "stride_lb", "stride_lh"])  # fmt: skip
 def forward_kernel(
     query, key, value, out, lse, row_max, row_sum, bias, spans, sinks, slopes, cu_q, cu_k, seeds,
     schedule, stride_lb, stride_lh, stride_bb, stride_bh, stride_bn, span_b, span_h,

@@ -366,7 +366,7 @@ def _consume(
 @gluon.jit(do_not_specialize=["len_q", "len_k", "batch_heads", "heads", "group",
                               "blocks", "side_by_side", "total", "left", "right",
                               "stride_qb", "stride_qh", "stride_kb", "stride_kh",
-                              "stride_vb", "stride_vh"])  # fmt: skip
+                              "stride_vb", "stride_vh", "stride_lb", "stride_lh"])  # fmt: skip
 def fp8_forward_kernel(
     query, key, transposed, out, lse, q_descale, k_descale, v_descale, sinks, cu_q, cu_k, schedule,
     stride_lb, stride_lh, stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh,
