@@ -6,13 +6,17 @@ VENV := .venv
 VISION := .venv-vision
 # More words for pytest: make test PYTEST_ARGS="-k ledger -x"
 PYTEST_ARGS ?=
-# Processes that share the tests, a file at a time: as many as there are cores.
+# Processes that share the tests, a file at a time: as many as there are cores. In the files' own
+# order: the largest number of tests first would leave the few that take minutes for the end.
 WORKERS ?= auto
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 # Two targets that install into one environment must not run side by side.
 .NOTPARALLEL:
+
+# Many tests start the tool anew: keep what Python makes of its modules, whatever the shell says.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help
 help: ## Print this list
@@ -27,7 +31,8 @@ TRITONS ?= 3.6.0 3.9.0
 
 .PHONY: test
 test: $(VENV)/.installed-test $(addprefix .triton/,$(TRITONS)) ## Install into .venv and run the tests that need no GPU
-	$(VENV)/bin/pytest -n $(WORKERS) --dist loadfile -m "not gpu and not vision" $(PYTEST_ARGS)
+	$(VENV)/bin/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder \
+		-m "not gpu and not vision" $(PYTEST_ARGS)
 
 # The Triton that compile-tiles compiles with, if not the one of constraints.txt.
 TRITON ?=
