@@ -268,7 +268,7 @@ def _check_kind(arguments: Iterable[tuple[str, object]]) -> None:
         if x.is_nested:
             raise TypeError(
                 f"{name}: expected a strided tensor, got a nested one;"
-                " pass its values() as [total, H, D] with its offsets() as cu_seqlens"
+                " pass its values() as [total, H, D] with its offsets().int() as cu_seqlens"
             )
         if x.layout is not torch.strided:
             raise TypeError(f"{name}: expected a strided tensor, got one in layout {x.layout}")

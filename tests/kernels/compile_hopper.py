@@ -1,6 +1,8 @@
 """Compile Hopper's kernels without a GPU; print what each needs.
 
 echo '["forward", 128, 128, "bf16", "causal"]' | python compile_hopper.py
+
+Each row stands beside its configuration, so that who reads can tell them from what else is printed.
 """
 
 from __future__ import annotations
@@ -26,8 +28,9 @@ def main() -> None:
         "fp8": fp8_usage,
     }
     for line in sys.stdin:
-        kernel, *rest = json.loads(line)
-        print(json.dumps(usages[kernel](*rest)._asdict()), file=rows, flush=True)
+        kernel, *rest = config = json.loads(line)
+        row = usages[kernel](*rest)._asdict()
+        print(json.dumps([config, row]), file=rows, flush=True)
 
 
 if __name__ == "__main__":
