@@ -15,8 +15,8 @@ LN2 = tl.constexpr(0.6931471805599453)
 # Kinds of bias.
 BOOLEAN = tl.constexpr(1)
 ADDITIVE = tl.constexpr(2)
-# What changes with a call's lengths and says nothing of how operands are loaded. Triton compiles a
-# kernel anew where an integer is 1 or divides by 16, seconds in the midst of a training step.
+# What differs from call to call and says nothing of how operands are loaded. Triton would compile a
+# kernel anew where such a number is 1 or divides by 16: seconds, in the midst of a training step.
 UNSPECIALIZED = [
     "batches", "heads", "group", "len_q", "len_k", "blocks_m", "blocks_n", "left", "right",
     "threshold", "stride_lb", "stride_lh", "stride_rb", "stride_rh", "stride_ub", "stride_uh",
