@@ -18,7 +18,8 @@ ADDITIVE = tl.constexpr(2)
 # What differs from call to call and says nothing of how operands are loaded. Triton would compile a
 # kernel anew where such a number is 1 or divides by 16: seconds, in the midst of a training step.
 UNSPECIALIZED = [
-    "batches", "heads", "group", "len_q", "len_k", "blocks_m", "blocks_n", "left", "right",
+    "batches", "heads", "kv_heads", "all_heads", "all_kv_heads", "batch_heads", "group", "side",
+    "side_by_side", "len_q", "len_k", "blocks", "blocks_m", "blocks_n", "left", "right",
     "threshold", "stride_lb", "stride_lh", "stride_rb", "stride_rh", "stride_ub", "stride_uh",
     "stride_um", "stride_un",
 ]  # fmt: skip

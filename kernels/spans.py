@@ -9,10 +9,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from fa_advisor.kernels.score import UNSPECIALIZED
+
 _FAR = tl.constexpr(2147483647)
 
 
-@triton.jit(do_not_specialize=["heads", "owned", "looped", "blocks"])
+@triton.jit(do_not_specialize=[*UNSPECIALIZED, "owned", "looped"])
 def spans_kernel(
     mask, spans, stride_b, stride_h, stride_owned, stride_looped, heads, owned, looped, blocks,
     BROADCAST: tl.constexpr, OWNED: tl.constexpr, LOOPED: tl.constexpr,

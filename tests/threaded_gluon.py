@@ -615,7 +615,9 @@ _STANDS_FOR: dict[str, Any] = {
     # The kernels before and after are Triton's own language: they aren't run here.
     "triton": SimpleNamespace(jit=_jit),
     "triton.language": SimpleNamespace(constexpr=None),
-    "fa_advisor.kernels.score": SimpleNamespace(LOG2E=1.4426950408889634, LN2=0.6931471805599453),
+    "fa_advisor.kernels.score": SimpleNamespace(
+        LOG2E=1.4426950408889634, LN2=0.6931471805599453, UNSPECIALIZED=[]
+    ),
 }
 
 

@@ -30,7 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from fa_advisor.kernels.hopper.common import FAR, accumulator, cheap_tanh, lengths, origin
 from fa_advisor.kernels.hopper.compat import add_tile, load_tile, store_tile, viewed
 from fa_advisor.kernels.hopper.pieces import tell, told
-from fa_advisor.kernels.score import LOG2E
+from fa_advisor.kernels.score import LOG2E, UNSPECIALIZED
 
 
 @gluon.constexpr_function
@@ -121,20 +121,20 @@ def first_row(batch, first_q, row_stride_b, BLOCK_M: gl.constexpr, VARLEN: gl.co
 
 @gluon.jit
 def surroundings(
-    piece, cu_q, cu_k, place, sizes,
+    where, cu_q, cu_k, sizes,
     VARLEN: gl.constexpr, EVEN: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
     BOTTOM_RIGHT: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
-    """A piece's place, its sequence, its `bounds`, and its first query among the padded rows."""
+    """Around keys that are `owned`: their sequence, its `bounds`, its first query's padded row."""
     len_q, len_k, _group, left, right, row_stride_b, _row_stride_h = sizes
-    col_start, batch, kv_head = owned(piece, place)
+    col_start, batch, _kv_head = where
     first_q, first_k, len_q, len_k = lengths(batch, cu_q, cu_k, len_q, len_k, VARLEN)
     tiles = bounds(
         col_start, len_q, len_k, left, right, BLOCK_M, BLOCK_N, EVEN, HAS_LEFT, HAS_RIGHT,
         BOTTOM_RIGHT,
     )  # fmt: skip
     row = first_row(batch, first_q, row_stride_b, BLOCK_M, VARLEN) + tiles[0]
-    return (col_start, batch, kv_head), (first_q, len_q, first_k, len_k), tiles, row
+    return (first_q, len_q, first_k, len_k), tiles, row
 
 
 @gluon.jit
@@ -187,8 +187,9 @@ def load_warp(
     turn = 0
     it = 0
     while piece < total:
-        where, sequence, tiles, row = surroundings(
-            piece, cu_q, cu_k, place, sizes,
+        where = owned(piece, place)
+        sequence, tiles, row = surroundings(
+            where, cu_q, cu_k, sizes,
             VARLEN, EVEN, HAS_LEFT, HAS_RIGHT, BOTTOM_RIGHT, BLOCK_M, BLOCK_N,
         )  # fmt: skip
         col_start, batch, kv_head = where
@@ -249,8 +250,9 @@ def add_warp(
     piece = told(handed, 0, 1)
     while piece < total:
         mbarrier.arrive(kv_free, count=1)
-        where, _sequence, tiles, row = surroundings(
-            piece, cu_q, cu_k, place, sizes,
+        where = owned(piece, place)
+        _sequence, tiles, row = surroundings(
+            where, cu_q, cu_k, sizes,
             VARLEN, EVEN, HAS_LEFT, HAS_RIGHT, BOTTOM_RIGHT, BLOCK_M, BLOCK_N,
         )  # fmt: skip
         kv_head = where[2]
@@ -392,8 +394,9 @@ def do_piece(
     SL: gl.constexpr = accumulator(BLOCK_M)
     RN: gl.constexpr = gl.SliceLayout(1, SL)
     MASKS: gl.constexpr = HAS_LEFT or HAS_RIGHT or not EVEN
-    where, sequence, tiles, _row = surroundings(
-        piece, cu_q, cu_k, place, sizes,
+    where = owned(piece, place)
+    sequence, tiles, _row = surroundings(
+        where, cu_q, cu_k, sizes,
         VARLEN, EVEN, HAS_LEFT, HAS_RIGHT, BOTTOM_RIGHT, BLOCK_M, BLOCK_N,
     )  # fmt: skip
     col_start, batch, kv_head = where
@@ -497,9 +500,7 @@ def consumer(
         piece = told(handed, 0)
 
 
-@gluon.jit(do_not_specialize=[
-    "len_q", "len_k", "kv_heads", "all_kv_heads", "group", "blocks_n", "side", "left", "right",
-])  # fmt: skip
+@gluon.jit(do_not_specialize=UNSPECIALIZED)
 def backward_kernel(
     query, key, value, grad_out, grad_key, grad_value, base, delta, total, taken, cu_q, cu_k,
     len_q, len_k, kv_heads, all_kv_heads, group, blocks_n, side, left, right,
@@ -574,8 +575,7 @@ def backward_kernel(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["len_q", "heads", "blocks_m", "stride_lb", "stride_lh",
-                               "stride_rb", "stride_rh"])  # fmt: skip
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def prepare_kernel(
     out, grad_out, lse, grad_lse, base, delta, total, taken, rows_delta, cu_q,
     stride_ob, stride_oh, stride_om, stride_gb, stride_gh, stride_gm, stride_lb, stride_lh,
@@ -645,7 +645,7 @@ def prepare_kernel(
         tl.store(tile + tl.arange(0, BLOCK_M * D), tl.zeros([BLOCK_M * D], tl.float32))
 
 
-@triton.jit(do_not_specialize=["len_q", "heads", "blocks_m"])
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def finish_kernel(
     total, grad_query, cu_q, stride_b, stride_h, stride_m, row_stride_b, row_stride_h,
     len_q, heads, blocks_m, scale,

@@ -42,7 +42,7 @@ from fa_advisor.kernels.hopper.pieces import (
     turns,
     work,
 )
-from fa_advisor.kernels.score import LN2, LOG2E
+from fa_advisor.kernels.score import LN2, LOG2E, UNSPECIALIZED
 
 # What a thread's weights of a row may add up to before the row's base is raised: as float16 they
 # are finite. O is as much larger than it will be, so V must be as much smaller than fp32's largest.
@@ -480,9 +480,7 @@ def _consume(
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["len_q", "len_k", "batch_heads", "heads", "group", "blocks",
-                              "side_by_side", "total", "left", "right",
-                              "stride_lb", "stride_lh"])  # fmt: skip
+@gluon.jit(do_not_specialize=[*UNSPECIALIZED, "total"])
 def forward_kernel(
     query, key, value, out, lse, row_max, row_sum, bias, spans, sinks, slopes, cu_q, cu_k, seeds,
     schedule, stride_lb, stride_lh, stride_bb, stride_bh, stride_bn, span_b, span_h,

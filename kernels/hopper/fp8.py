@@ -27,7 +27,7 @@ from fa_advisor.kernels.hopper.pieces import (
     turns,
     work,
 )
-from fa_advisor.kernels.score import LN2, LOG2E
+from fa_advisor.kernels.score import LN2, LOG2E, UNSPECIALIZED
 
 # P is at most 2^HEADROOM instead of 1, below e4m3's largest number, 448: what would be under its
 # smallest isn't. The sum of a row's P is as much larger, so the output isn't.
@@ -363,10 +363,8 @@ def _consume(
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["len_q", "len_k", "batch_heads", "heads", "group",
-                              "blocks", "side_by_side", "total", "left", "right",
-                              "stride_qb", "stride_qh", "stride_kb", "stride_kh",
-                              "stride_vb", "stride_vh", "stride_lb", "stride_lh"])  # fmt: skip
+@gluon.jit(do_not_specialize=[*UNSPECIALIZED, "total", "stride_qb", "stride_qh",
+                              "stride_kb", "stride_kh", "stride_vb", "stride_vh"])  # fmt: skip
 def fp8_forward_kernel(
     query, key, transposed, out, lse, q_descale, k_descale, v_descale, sinks, cu_q, cu_k, schedule,
     stride_lb, stride_lh, stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh,

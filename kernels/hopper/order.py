@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from fa_advisor.kernels.score import UNSPECIALIZED
+
 
 @triton.jit
 def _level(
@@ -34,8 +36,7 @@ def _level(
     return tl.where(inside & (row < len_q), level, 0)
 
 
-@triton.jit(do_not_specialize=["entries", "blocks", "heads", "side_by_side", "shift", "left",
-                               "right"])  # fmt: skip
+@triton.jit(do_not_specialize=[*UNSPECIALIZED, "entries", "shift"])
 def order_kernel(
     order, cu_q, cu_k, entries, blocks, heads, side_by_side, shift, left, right,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BOTTOM_RIGHT: tl.constexpr,

@@ -10,6 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from fa_advisor.kernels.score import UNSPECIALIZED
+
 
 @triton.jit
 def key_of_slot(slot):
@@ -21,7 +23,7 @@ def key_of_slot(slot):
     return slot % 4 // 2 * 8 + slot // 4 * 2 + slot % 2
 
 
-@triton.jit(do_not_specialize=["len_k", "heads", "blocks"])
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def transpose_kernel(
     value, transposed, cu_k, stride_b, stride_h, stride_n, out_b, out_h, out_d,
     len_k, heads, blocks, dim,

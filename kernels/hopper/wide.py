@@ -29,17 +29,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from fa_advisor.kernels.hopper.backward import (
-    bounds,
     consumers_sync,
     fetch,
     fetch_queries,
     first_row,
     owned,
+    surroundings,
     write,
 )
 from fa_advisor.kernels.hopper.common import FAR, accumulator, cheap_tanh, lengths
 from fa_advisor.kernels.hopper.compat import thread_barrier
-from fa_advisor.kernels.score import LOG2E
+from fa_advisor.kernels.score import LOG2E, UNSPECIALIZED
 
 
 @gluon.constexpr_function
@@ -100,14 +100,15 @@ def load_queries(
     q_s, g_s, k_s, v_s, base_s, delta_s, _p_s, _ds_s = buffers[0]
     k_full, v_full, q_full, q_free, g_full, g_free = buffers[1]
     kv_heads, all_kv_heads, blocks_n, side = place
-    len_q, len_k, group, left, right, row_stride_b, row_stride_h = sizes
-    col_start, batch, kv_head = owned_keys(kv_heads, all_kv_heads, blocks_n, side)
-    first_q, first_k, len_q, len_k = lengths(batch, cu_q, cu_k, len_q, len_k, VARLEN)
-    begin, _plain, _edge, count, _shift = bounds(
-        col_start, len_q, len_k, left, right, BLOCK, BLOCK, EVEN, HAS_LEFT, HAS_RIGHT,
-        BOTTOM_RIGHT,
+    group, row_stride_h = sizes[2], sizes[6]
+    where = owned_keys(kv_heads, all_kv_heads, blocks_n, side)
+    sequence, tiles, row = surroundings(
+        where, cu_q, cu_k, sizes,
+        VARLEN, EVEN, HAS_LEFT, HAS_RIGHT, BOTTOM_RIGHT, BLOCK, BLOCK,
     )  # fmt: skip
-    row = first_row(batch, first_q, row_stride_b, BLOCK, VARLEN) + begin
+    col_start, batch, kv_head = where
+    first_q, len_q, first_k, len_k = sequence
+    begin, count = tiles[0], tiles[3]
     mbarrier.expect(k_full, BLOCK * D * 2)
     fetch(k_desc, batch, first_k, len_k, kv_head, col_start, k_full, k_s.index(0), VARLEN)
     it = 0
@@ -208,18 +209,20 @@ def keys_consumer(
     q_s, _g_s, k_s, v_s, _base_s, _delta_s, _p_s, _ds_s = buffers[0]
     k_full, v_full, _q_full, _q_free, _g_full, _g_free = buffers[1]
     kv_heads, all_kv_heads, blocks_n, side = place
-    len_q, len_k, group, left, right, _row_stride_b, _row_stride_h = sizes
+    group, left, right = sizes[2], sizes[3], sizes[4]
     dtype: gl.constexpr = q_s.dtype
     RN: gl.constexpr = gl.SliceLayout(1, accumulator(32))
     MASKS: gl.constexpr = HAS_LEFT or HAS_RIGHT or not EVEN
     OWN: gl.constexpr = share(D, USED, W)
     OWN_V: gl.constexpr = share(DV, USED_V, W)
-    col_start, batch, kv_head = owned_keys(kv_heads, all_kv_heads, blocks_n, side)
-    _first_q, first_k, len_q, len_k = lengths(batch, cu_q, cu_k, len_q, len_k, VARLEN)
-    begin, plain, edge, count, shift = bounds(
-        col_start, len_q, len_k, left, right, BLOCK, BLOCK, EVEN, HAS_LEFT, HAS_RIGHT,
-        BOTTOM_RIGHT,
+    where = owned_keys(kv_heads, all_kv_heads, blocks_n, side)
+    sequence, tiles, _row = surroundings(
+        where, cu_q, cu_k, sizes,
+        VARLEN, EVEN, HAS_LEFT, HAS_RIGHT, BOTTOM_RIGHT, BLOCK, BLOCK,
     )  # fmt: skip
+    col_start, batch, kv_head = where
+    first_k, len_k = sequence[2], sequence[3]
+    begin, plain, edge, count, shift = tiles
     cols = col_start + gl.arange(0, 64, layout=RN)
     # The rows from `low` to `high` see a column, counted from `begin`.
     low = cols * 0
@@ -260,9 +263,7 @@ def keys_consumer(
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=[
-    "len_q", "len_k", "kv_heads", "all_kv_heads", "group", "blocks_n", "side", "left", "right",
-])  # fmt: skip
+@gluon.jit(do_not_specialize=UNSPECIALIZED)
 def wide_keys_kernel(
     query, key, value, grad_out, grad_key, grad_value, base, delta, cu_q, cu_k,
     len_q, len_k, kv_heads, all_kv_heads, group, blocks_n, side, left, right,
@@ -504,9 +505,7 @@ def queries_consumer(
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=[
-    "len_q", "len_k", "heads", "all_heads", "group", "blocks_m", "side", "left", "right",
-])  # fmt: skip
+@gluon.jit(do_not_specialize=UNSPECIALIZED)
 def wide_queries_kernel(
     query, key, value, grad_out, grad_query, base, delta, cu_q, cu_k,
     len_q, len_k, heads, all_heads, group, blocks_m, side, left, right,
