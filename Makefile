@@ -18,6 +18,7 @@ WORKERS ?= auto
 # Python keeps what it makes of a module when it first imports it, whatever the shell says: many tests
 # start the tool anew. Hence pip's --no-compile: most of torch's modules are never imported.
 unexport PYTHONDONTWRITEBYTECODE
+PIP_INSTALL := -m pip install --quiet --no-compile
 
 .PHONY: help
 help: ## Print this list
@@ -47,7 +48,7 @@ compile-tiles: $(VENV)/.installed-test $(OTHER_TRITON) ## Compile every tile for
 # Alone and apart: torch holds the environment to the Triton that it was built for.
 .triton/%: | $(VENV)/.installed-test
 	@rm -rf $@.partial
-	$(VENV)/bin/python -m pip install --quiet --no-compile --no-deps --target $@.partial triton==$*
+	$(VENV)/bin/python $(PIP_INSTALL) --no-deps --target $@.partial triton==$*
 	mv $@.partial $@
 
 .PHONY: test-gpu
@@ -110,22 +111,22 @@ $(VENV)/bin/python:
 
 $(VENV)/.installed-run: $(VENV)/bin/python pyproject.toml constraints.txt
 	@echo "Installing fa-advisor into $(VENV): the first time, torch takes a few minutes."
-	$(VENV)/bin/python -m pip install --quiet --no-compile --constraint constraints.txt --editable .
+	$(VENV)/bin/python $(PIP_INSTALL) --constraint constraints.txt --editable .
 	@touch $@
 
 $(VENV)/.installed-test: $(VENV)/bin/python pyproject.toml constraints.txt
 	@echo "Installing fa-advisor and its tests into $(VENV): the first time, torch takes a few minutes."
-	$(VENV)/bin/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[test]'
+	$(VENV)/bin/python $(PIP_INSTALL) --constraint constraints.txt --editable '.[test]'
 	@touch $@ $(VENV)/.installed-run
 
 $(VENV)/.installed-dev: $(VENV)/bin/python pyproject.toml constraints.txt
-	$(VENV)/bin/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[dev]'
+	$(VENV)/bin/python $(PIP_INSTALL) --constraint constraints.txt --editable '.[dev]'
 	@touch $@ $(VENV)/.installed-run $(VENV)/.installed-test
 
 # torchvision is built against one torch, and that one is not the one that the other tests hold to.
 $(VISION)/.installed-test: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VISION)
 	grep -Ev '^(torch|triton)==' constraints.txt > $(VISION)/constraints.txt
-	$(VISION)/bin/python -m pip install --quiet --no-compile --constraint $(VISION)/constraints.txt \
+	$(VISION)/bin/python $(PIP_INSTALL) --constraint $(VISION)/constraints.txt \
 		--editable '.[test,vision]' torch==2.14.1 torchvision==0.29.1
 	@touch $@

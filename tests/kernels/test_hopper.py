@@ -395,6 +395,13 @@ class Launched:
         self.arguments: list[dict[str, Any]] = []
         self.specialised: list[dict[str, Any]] = []
 
+    def of(self, x: Inputs, o: Options) -> list[dict[str, Any]]:
+        """What a call's forward and backward are compiled for."""
+        self.specialised = []
+        out, lse, _ = launches.forward(x, o)(x)
+        launches.backward(x, o, out, None, out, lse, None, False)
+        return self.specialised
+
     def note(self, launch: Any, pointers: tuple[Any, ...]) -> None:
         _, static = launch._geometry(launch._tile)
         names = launch._kernel.arg_names
@@ -483,20 +490,19 @@ def test_packed_sequences_of_other_lengths_are_no_other_kernels(
     """Whose compilation would hold up a training step now and then, for seconds."""
     if kernels == "portable":
         monkeypatch.setattr(plan, "available", lambda _: False)
+    eight_bits = kernels == "eight bits"
     found = []
     for batch, length in ((1, 576), (16, 2048), (1, 16640)):
-        launched.specialised.clear()
-        eight_bits = kernels == "eight bits"
         x = query(batch * length, 2, 64, dtype=E4M3 if eight_bits else torch.bfloat16)
         cu = torch.arange(0, batch * length + 1, length, dtype=torch.int32)
         inputs = Inputs(x, x, x, None, None, None, cu, cu, None)
         o = Options(0.25, True, False, None, None, 0.0, 0.0, length, length)
         if eight_bits:
+            launched.specialised = []
             assert launches.forward_fp8(inputs, o, Descales(None, None, None)) is not None
+            found.append(launched.specialised)
         else:
-            out, lse, _ = launches.forward(inputs, o)(inputs)
-            launches.backward(inputs, o, out, None, out, lse, None, False)
-        found.append(list(launched.specialised))
+            found.append(launched.of(inputs, o))
     assert found[0] == found[1] == found[2]
 
 
@@ -511,13 +517,10 @@ def test_other_lengths_are_no_other_kernels(
     monkeypatch.setattr(plan, "available", lambda _: kernels == "hopper")
     found = []
     for length in (514, 777, 1000, 1008, 2041):
-        launched.specialised.clear()
         x = query(2, 4, length, 64)
         inputs = Inputs(x, x, x, None, None, None, None, None, None)
         o = Options(0.25, True, False, None, None, 0.0, 0.0, length, length)
-        out, lse, _ = launches.forward(inputs, o)(inputs)
-        launches.backward(inputs, o, out, None, out, lse, None, False)
-        found.append(list(launched.specialised))
+        found.append(launched.of(inputs, o))
     assert all(each == found[0] for each in found)
 
 
